@@ -23,12 +23,12 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from attn_backends import results
 from attn_backends.errors import AttnBackendsError, BackendUnavailableError
-from attn_backends.selection.packages import is_installed
 from tests.doc_blocks import DOCUMENTS, GPU, Snippet, snippets
 from tests.doc_desk import arguments, environment, lay_out_for_gpu
 
@@ -48,12 +48,14 @@ def blocks(pages: Sequence[Path] = ()) -> list[Snippet]:
 
 
 def why_not(text: str) -> str:
-    """Why a block can't be run here, or ""."""
+    """Why a block can't be run here, or "". A bundle of kernels in a folder of an engine's name is not the engine."""
     engine = next((engine for engine in ENGINES if engine in text), "")
     outside = next((reason for pattern, reason in OUTSIDE.items() if re.search(pattern, text)), "")
     if outside:
         return outside.format(engine)
-    return f"{engine} is not installed here" if engine and not is_installed(engine) else ""
+    if not engine or any(distributions(name=engine)):
+        return ""
+    return f"{engine} is not installed here"
 
 
 def run(snippet: Snippet, shelf: Path, limit: float) -> dict[str, Any]:

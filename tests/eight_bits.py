@@ -1,6 +1,6 @@
 """Our kernels over 8-bit caches: Gluon beside Triton, and beside itself over bfloat16.
 
-    python -m tests.eight_bits --json docs/results/h100/eight_bits.json
+    python -m tests.eight_bits --json docs/results/h200/eight_bits.json
 
 takes 2 minutes. Kernels take turns, under CUDA graphs of one call on every cache of a pool. Entries are rounded to
 float8_e4m3fn. `speed` is Triton's time by Gluon's: above 1 Gluon is faster. A shape that Gluon does not run, or where

@@ -83,6 +83,18 @@ def test_what_only_a_reader_has_is_not_run(tmp_path):
     ]
 
 
+def test_a_folder_of_an_engine_without_its_distribution_is_not_the_engine(tmp_path, monkeypatch):
+    """A bundle of a vendor's kernels may lie in a folder of the engine's name, and nothing of the engine runs there."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    text = "python -m tests.engines.vllm.gpu correctness"
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert doc_gpu.why_not(text) == "vllm is not installed here"
+    (tmp_path / "vllm-0.33.0.dist-info").mkdir()
+    (tmp_path / "vllm-0.33.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.33.0\n")
+    assert doc_gpu.why_not(text) == ""
+
+
 def test_the_published_models_of_a_page_are_stood_in_for(tmp_path, monkeypatch, capsys):
     lay_out_for_gpu(tmp_path / "desk")
     monkeypatch.chdir(tmp_path / "desk")

@@ -75,11 +75,29 @@ def target(pattern: str, name: str, kernel: str | None = None) -> tuple[str, str
     return spread((each.value for each in found if each.target == name and kernel in (None, each.kernel)), 2)
 
 
-def pieces() -> tuple[str, ...]:
-    """Of 8, 32 and 128 requests what a call takes as it is, and without a launch of pieces."""
-    found = {row["variant"]: row for row in rows("h200/pieces")}
-    now, without = found["pieces before parts, in a form of their own"], found["the third without pieces"]
-    return tuple(f"{each[f'{number} x 4096']:.1f}" for number in (8, 32, 128) for each in (now, without))
+def latents() -> tuple[str, ...]:
+    """Of 8 and 128 requests what a call of ours takes, without a launch of pieces, FlashMLA's, and ours by launch."""
+    found = {(row["batch_size"], row["kernel"]): row for row in rows("h200/profiles_latents", status="replayed")}
+    names = ("gluon", "gluon without pieces", "flashmla")
+    calls = {number: [found[number, name]["call_us"] for name in names] for number in (8, 128)}
+    launches = {number: [launch[1] for launch in found[number, "gluon"]["launches"]] for number in calls}
+    return tuple(f"{us:.1f}" for number in calls for us in (*calls[number], *launches[number]))
+
+
+def eight_bits() -> tuple[str, ...]:
+    """Gluon's speed by Triton's of latents, prompts, and prompts of the largest heads; how much longer it takes."""
+    found = rows("h200/eight_bits", status="pass")
+    by_size = [[row["speed"] for row in found if row["dim"] in dims] for dims in ((576,), (64, 128, 192), (256,))]
+    longer = [row["us"] / row["bfloat16_us"] for row in found]
+    return (*spread(by_size[0], 2), *spread(by_size[1], 2), f"{by_size[2][0]:.2f}", *spread(longer, 1))
+
+
+def share_of_a_copy(name: str, peer: str) -> tuple[str, ...]:
+    """Of a copy's bandwidth what ours and its peer reach: 16 heads, one row, 128 requests of 4,096 tokens."""
+    copied = results.read(ROOT / "docs/results/h200" / f"{name}.json").own["ceilings"]["copy_tb_per_s"]
+    place = {"heads": 16, "width": 1, "batch_size": 128, "context": 4096}
+    found = {row["kernel"]: f"{row['tb_per_s'] / copied:.2f}" for row in rows(f"h200/{name}", **place)}
+    return found["gluon_mla" if name == "kernels_fa3_mla" else "gluon"], found[peer]
 
 
 def speeds(name: str, kernel: str, heads: Sequence[int]) -> tuple[str, str]:
@@ -96,7 +114,7 @@ def mixed_texts_in_sglang() -> tuple[str, str]:
 
 def without_errors() -> str:
     """Cases under memcheck that passed; none did not."""
-    found = rows("h200/sanitizer")
+    found = rows("h200/sanitizer*")
     assert {row["status"] for row in found if not row.get("excused")} == {"pass"}
     return f"{sum(cases(row) for row in found if row['status'] == 'pass'):,}"
 
@@ -203,8 +221,8 @@ def large_heads() -> tuple[str, ...]:
     return tuple(f"{each:.2f}" for each in (missed["speed"], *busy))
 
 
-def prompt_forms() -> tuple[str, ...]:
-    return spread((row["speed"] for row in rows("h200/prompt_forms", kernel="gluon") if "speed" in row), 2)
+def prompt_forms(name: str) -> tuple[str, ...]:
+    return spread((row["speed"] for row in rows(f"h200/{name}", kernel="gluon")), 2)
 
 
 def lists_of_128_heads() -> tuple[str, ...]:
@@ -217,6 +235,8 @@ def adapted() -> tuple[str, ...]:
     return spread((row["ratio"] for row in alone), 2)
 
 
+PEERS = (("kernels_fa3_mla", "vllm_flash_attn"), ("kernels_flashinfer_mla", "flashinfer_fa3"))
+COPIED = r"(?s)So (\S+) of a copy .*? and (\S+) under\s.*? FlashAttention-3 reaches (\S+) and FlashInfer (\S+) there"
 SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (README, r"\[(\S+) of \d+\]\(docs/results/full_cross", lambda: all_are("full_cross", "identical", True)),
     (README, r"\[(\S+) of \d+\]\(docs/results/h200/demo", lambda: all_are("h200/demo_float32", "identical", True)),
@@ -280,22 +300,30 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"heads reaches \[(\S+) to (\S+)\]", lambda: speeds("kernels_gluon", "gluon", (128,))),
     (
         MEASURED,
-        r"\[(\S+) to (\S+)\]\(results/h100/kernels_flashinfer_mla",
+        r"\[(\S+) to (\S+)\]\(results/h200/kernels_flashinfer_mla",
         lambda: speeds("kernels_flashinfer_mla", "gluon", (128,)),
     ),
     (
         MEASURED,
-        r"\[(\S+) to (\S+)\]\(results/h100/kernels_fa3_mla",
+        r"\[(\S+) to (\S+)\]\(results/h200/kernels_fa3_mla",
         lambda: speeds("kernels_fa3_mla", "gluon_mla", (128,)),
     ),
     (MEASURED, r"heads reach\s+\[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
     (
         KERNELS,
-        r"\| 8 \| 24.1 \| (\S+) \| (\S+) \|\s\| 32 \| 52.6 \| (\S+) \| (\S+) \|\s\| 128 \| 156.7 \| (\S+) \| (\S+) \|",
-        pieces,
+        r"\| 8 \| 24.1 " + 6 * r"\| (\S+) " + r"\|\s\| 128 \| 156.7 " + 6 * r"\| (\S+) ",
+        latents,
     ),
+    (KERNELS, COPIED, lambda: tuple(share_of_a_copy(*each)[n] for n in (0, 1) for each in PEERS)),
     (KERNELS, r"(?s)256 elements, at (\S+)\. Tensor\s+cores are busy (\S+) of .*?'s\s+(\S+)\.", large_heads),
-    (MEASURED, r"they reach\s+\[(\S+) to (\S+)\]\(results/h200/prompt_forms", prompt_forms),
+    (MEASURED, r"they reach\s+\[(\S+) to (\S+)\]\(results/h200/prompt_forms", lambda: prompt_forms("prompt_forms")),
+    (MEASURED, r"\[(\S+) to (\S+)\]\(results/h200/prompts_192", lambda: prompt_forms("prompts_192")),
+    (
+        MEASURED,
+        r"(?s)latents at (\S+) to (\S+) times\s.*?prompts at (\S+) to (\S+), and .*? elements at (\S+)\s.*?"
+        r"take (\S+) to (\S+) times as long as\s+over bfloat16",
+        eight_bits,
+    ),
     (MEASURED, r"(?s)With 128 heads \[FlashInfer's\].*?takes (\S+) and (\S+) us", lists_of_128_heads),
     (MEASURED, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
     (MEASURED, r"take (\S+) MB in pages of 64", lambda: megabytes(64)),

@@ -109,12 +109,12 @@ def test_it_comes_before_triton_and_takes_what_it_declares(backend, name):
     assert gluon.capabilities.keys() == triton.capabilities.keys()
     layer = AttentionLayer(0, 128, 1, 576, 512, 0.1, k_scale=0.5, v_scale=0.5)
     for kind, able in gluon.capabilities.items():
-        alike: dict[str, Any] = {"dtypes": frozenset(), "cache_dtypes": frozenset(), "untried": frozenset()}
+        alike: dict[str, Any] = {"dtypes": frozenset(), "cache_dtypes": frozenset()}
         alike |= {"window": False, "tree_window": False, "sinks": False}
         assert replace(able, head_sizes=None, **alike) == replace(triton.capabilities[kind], **alike)
         for dtype in (torch.bfloat16, torch.float16):
             assert able.layer_reasons(layer, dtype, dtype) == []
-            assert gluon.by_name().capabilities[kind].layer_reasons(layer, dtype, torch.float8_e4m3fn) == []
+            assert able.layer_reasons(layer, dtype, torch.float8_e4m3fn) == []
             assert able.layer_reasons(replace(layer, head_dim=320, v_head_dim=256), dtype, dtype)
         assert able.layer_reasons(layer, torch.float32, torch.float32)
 
@@ -128,10 +128,7 @@ def test_of_keys_and_values_it_takes_prompts():
     for other in (replace(layer, window=64), replace(layer, sinks=torch.zeros(32)), replace(layer, head_dim=96)):
         assert able.layer_reasons(other, torch.bfloat16, torch.bfloat16)
     assert able.layer_reasons(replace(layer, head_dim=192), torch.bfloat16, torch.bfloat16) == []
-    assert "whose speed was not measured" in able.layer_reasons(layer, torch.bfloat16, torch.float8_e4m3fn)[0]
-    assert (
-        gluon.by_name().capabilities[StepKind.PREFILL].layer_reasons(layer, torch.bfloat16, torch.float8_e4m3fn) == []
-    )
+    assert able.layer_reasons(layer, torch.bfloat16, torch.float8_e4m3fn) == []
 
 
 def latents(form: str, causal: bool = True, dtype: torch.dtype = torch.bfloat16) -> list:
@@ -270,20 +267,13 @@ def test_auto_passes_it_over_in_words(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_auto_leaves_8_bit_latents_to_triton_and_says_why(backend):
-    """No GPU has run the Gluon kernel on them; asked for by name, it takes them."""
+def test_auto_takes_it_for_8_bit_latents_too(backend):
     layer = AttentionLayer(0, 128, 1, 576, 512, 0.1, k_scale=0.5, v_scale=0.5)
     workload = Workload(64, [layer], torch.bfloat16, torch.float8_e4m3fn)
     ours = [replace(kernel, unavailable_reasons=lambda device: []) for kernel in backend.kernels[-3:]]
-    chosen = choose_kernels("mine", ours, "auto", CUDA, workload)[StepKind.DECODE]
-    assert chosen.kernel.name == "triton"
-    assert chosen.passed_over == (
-        "gluon: a cache of torch.float8_e4m3fn, whose speed was not measured (it takes one when asked for by name)",
-    )
-    named = choose_kernels("mine", ours, "gluon", CUDA, workload)[StepKind.DECODE]
-    assert (named.kernel.name, named.passed_over) == ("gluon", ())
-    sixteen = choose_kernels("mine", ours, "auto", CUDA, replace(workload, cache_dtype=None))[StepKind.DECODE]
-    assert sixteen.kernel.name == "gluon"
+    for each in (workload, replace(workload, cache_dtype=None)):
+        chosen = choose_kernels("mine", ours, "auto", CUDA, each)[StepKind.DECODE]
+        assert (chosen.kernel.name, chosen.passed_over) == ("gluon", ())
 
 
 def test_fa3_reads_latents_on_gluon_where_layers_say_that_they_are():

@@ -210,8 +210,7 @@ def _values(record: Capabilities) -> Iterator[str]:
     yield _yes(record.graph)
     yield _yes(record.captures_packed)
     yield _types(record.dtypes)
-    by_name = f"{_types(record.untried)} by name alone" if record.untried else ""
-    yield ", ".join(filter(None, (_types(record.cache_dtypes - record.untried), by_name))) or "none but these"
+    yield _types(record.cache_dtypes) or "none but these"
     yield ", ".join(named.get(extra, extra) for extra in extras if getattr(record, extra)) or "none"
     yield _yes(record.over_read)
     yield _yes(record.needs_host_lens)

@@ -34,8 +34,7 @@ class Capabilities:
     page_sizes: tokens. max_width: query rows of a request. packed: query layouts of differing lengths. non_causal: can
     show every row all keys. lse: base of the returned log-sum-exp, None if there is none. head_sizes: (query-key,
     value) sizes. query_heads: numbers of local query heads. dtypes: of queries and cache. cache_dtypes: of the cache
-    beside the query's own, such as float8_e4m3fn with a scale for keys and one for values. untried: those of them
-    whose speed was not measured, which a kernel takes only when it is asked for by name. own_cache: it takes a cache
+    beside the query's own, such as float8_e4m3fn with a scale for keys and one for values. own_cache: it takes a cache
     of the query's own type. graph: can be captured at a uniform width. packed_graph: can be captured over packed rows:
     of their lengths its launch takes bounds alone from the host, and requests may have no row. A verify or draft
     extend with both is taken ragged too, its widths known to the device alone.
@@ -68,7 +67,6 @@ class Capabilities:
     sinks_in_lse: bool = False
     kv_scales: bool = False
     cache_dtypes: frozenset[torch.dtype] = frozenset()
-    untried: frozenset[torch.dtype] = frozenset()
     own_cache: bool = True
     rounded_lse: bool = False
 
@@ -132,12 +130,8 @@ class Capabilities:
         if dtype not in self.dtypes:
             reasons.append(f"queries or rows of {dtype} (it takes {listed(str(d) for d in self.dtypes)})")
         elif cache_dtype not in (allowed := self.cache_dtypes | ({dtype} if self.own_cache else set())):
-            takes = listed(str(d) for d in allowed - self.untried)
+            takes = listed(str(d) for d in allowed)
             reasons.append(f"a cache of {cache_dtype} under queries of {dtype} (it takes {takes})")
-        elif cache_dtype in self.untried:
-            reasons.append(
-                f"a cache of {cache_dtype}, whose speed was not measured (it takes one when asked for by name)"
-            )
         sizes = (layer.head_dim, layer.v_head_dim)
         if self.head_sizes is not None and sizes not in self.head_sizes:
             reasons.append(f"head sizes {sizes} (it takes {listed(self.head_sizes)})")

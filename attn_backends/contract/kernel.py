@@ -103,11 +103,8 @@ class Kernel(Generic[Plan]):
     needs_layers: bool = False
 
     def by_name(self) -> Kernel[Plan]:
-        """This kernel as it is when requested by name: it takes untried types and unnamed layers, too."""
-        if not self.needs_layers and not any(able.untried for able in self.capabilities.values()):
-            return self
-        able = {kind: replace(able, untried=frozenset()) for kind, able in self.capabilities.items()}
-        return replace(self, capabilities=able, needs_layers=False)
+        """This kernel as it is when requested by name: it takes unnamed layers, too."""
+        return replace(self, needs_layers=False) if self.needs_layers else self
 
     def layer_reasons(
         self,

@@ -39,7 +39,7 @@ and the copy engine (TMA) bring latents.
 
 Types are bfloat16 and float16, sums float32. Latents may be float8_e4m3fn: the third group reads them into registers,
 and writes them to shared memory in the queries' type. That is right on Hopper, and on the model of
-`tests/gluon_model.py`. Its speed was not measured, so `auto` takes Triton for such latents.
+`tests/gluon_model.py`. Times beside Triton's are in docs/results/h200/eight_bits.json.
 
 Gluon is experimental and changes from one version of Triton to the next; `providers.GLUON_TRITON` is the one that this
 was tried with.

@@ -93,27 +93,26 @@ def triton_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPl
 
 def gluon_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPlan]:
     """The kernel of a backend of latents. definition: what its torch kernel can do; it does the same for 16-bit queries
-    and one size of heads, without windows and sinks. 8-bit latents are for those who name the kernel.
+    and one size of heads, without windows and sinks.
     """
-    return _gluon(definition, _launch_latent, frozenset({(LATENT, RANK)}), FP8_TYPES)
+    return _gluon(definition, _launch_latent, frozenset({(LATENT, RANK)}))
 
 
 def gluon_prefill_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPlan]:
     """The kernel of a backend of keys and values, of prompts alone; else as `gluon_kernel`."""
     prompts = {StepKind.PREFILL: definition[StepKind.PREFILL]}
-    return _gluon(prompts, _launch_prefill, HEAD_SIZES, FP8_TYPES)
+    return _gluon(prompts, _launch_prefill, HEAD_SIZES)
 
 
 def _gluon(
     definition: Mapping[StepKind, Capabilities],
     launch: Callable[[Tensor, PagedCache, Scheduled[PagedPlan], AttentionLayer], AttentionOutput],
     sizes: frozenset[tuple[int, int]],
-    untried: frozenset[torch.dtype],
 ) -> Kernel[PagedPlan]:
     types = frozenset({torch.bfloat16, torch.float16})
 
     def narrowed(able: Capabilities) -> Capabilities:
-        able = replace(able, dtypes=types, cache_dtypes=untried, untried=untried, head_sizes=sizes)
+        able = replace(able, dtypes=types, cache_dtypes=FP8_TYPES, head_sizes=sizes)
         return replace(able, window=False, tree_window=False, sinks=False)
 
     return Kernel(

@@ -56,24 +56,25 @@ have 256 elements, at 0.73. Tensor cores are busy 0.73 of the time there, FlashA
 
 MLA of 16 heads and one row runs on `triton_decode` under every name of ours. It is to reach 0.9 of a copy's bandwidth
 at 128 requests, and to be no slower at 8 and 32 than on 24 November. Since then a launch for pieces of long requests
-comes before it, and a merge after it. Microseconds at 4,096 tokens on an [H200](results/h200/pieces.json):
+comes before it. Microseconds at 4,096 tokens in replays on an [H200](results/h200/profiles_latents.json), whole calls
+and our three launches:
 
-| requests | 24 November | now | without pieces |
-| --- | --- | --- | --- |
-| 8 | 24.1 | 27.4 | 23.8 |
-| 32 | 52.6 | 54.0 | 51.1 |
-| 128 | 156.7 | 160.5 | 160.5 |
+| requests | 24 November | now | without pieces | FlashMLA | pieces | attention | merge |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+| 8 | 24.1 | 28.0 | 25.1 | 23.6 | 2.4 | 18.9 | 5.3 |
+| 128 | 156.7 | 164.7 | 160.6 | 154.5 | 2.5 | 147.6 | 10.3 |
 
-So 8 and 32 requests miss by what pieces cost, 3.6 and 2.9 us. They buy much: one request of 131,072 tokens among 127 of
-1,024 takes 160 us with pieces, and 3,333 us without. Lengths are known to the device alone, so the host can't leave the
-launch out. At 128 requests pieces cost nothing there: 0.89 of a copy is reached, and 0.90 by FlashMLA. The rows of
-`h200/kernels_gluon` are older: 196 and 197 us.
+At 128 requests attention takes 147.6 us, and FlashMLA's 144.9; ncu has memory at 0.83 of what it can in both. The merge
+takes 10.3 us, FlashMLA's 1.6, because FlashMLA divides few of the requests; pieces cost 4.1 us. So 0.86 of a copy is
+reached under [`fa3`](results/h200/kernels_fa3_mla.json) and 0.88 under
+[`flashinfer_mla`](results/h200/kernels_flashinfer_mla.json). FlashAttention-3 reaches 0.92 and FlashInfer 0.96 there.
+On an [H100](results/h100/kernels_trtllm_mla.json) it is 0.86, and 0.92 of FlashMLA. The rows of `h200/kernels_gluon`
+are older: 196 and 197 us.
 
-On an [H100](results/h100/kernels_trtllm_mla.json) 128 requests reach 0.86, and FlashMLA's kernel 0.92. A
-[profile](results/h100/profiles_latents.json) has our kernel at 0.85 of what memory can, and FlashMLA's at 0.84, in 214
-and 217 us. In replays the whole call took 232 us, and FlashMLA's 217: what it launches beside that kernel was not
-profiled. Under `fa3` [0.897](results/h100/kernels_fa3_mla.json) is reached, and 0.904 by FlashAttention-3 in the same
-run; as `triton` the same kernel took 2 % longer there."""
+Of the 3.9 us that 8 requests miss by, 2.9 are the cost of pieces. On 27 November 32 requests took 54.0 us, 51.1 without
+[pieces](results/h200/pieces.json), and 52.6 three days before. Pieces buy much: one request of 131,072 tokens among 127
+of 1,024 takes 160 us with them, and 3,333 us without. Lengths are known to the device alone, so the host can't leave
+the launch out."""
 _NOTHING_MISSED = "Of the targets above none is missed."
 _CYCLES = """A cycle: three drafted tokens, a verify of four, a draft extend. Each is planned by graph nodes that read
 an engine's own buffers, and nothing else is in the graph: the host launches nothing more. Elapsed is the time of a
