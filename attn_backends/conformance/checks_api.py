@@ -19,13 +19,13 @@ from attn_backends.conformance.exercise import (
     world_of,
 )
 from attn_backends.conformance.situations import eager, one_page_size
-from spec_metadata import Step, StepKind, TokenBucket, idle_step
+from spec_metadata import BlockTable, Step, StepKind, TokenBucket, idle_step
 
 
 @check("api.idle", one_page_size(eager((StepKind.DECODE,))))
 def idle(subject: Subject, case: Case) -> Measured:
-    """A step without requests is planned and run, gives outputs without rows, and writes nothing. One of padding alone
-    (`idle_step`), of uniform or packed rows, writes to the reserved page.
+    """A step without requests is planned and run, gives outputs without rows, and writes nothing. Its table may have any
+    width. One of padding alone (`idle_step`), of uniform or packed rows, writes to the reserved page.
     """
     world = world_of(setup_of(subject, case))
     scene = scene_of(world, batch_of(replace(case, lens=())), case.seed)
@@ -36,6 +36,9 @@ def idle(subject: Subject, case: Case) -> Measured:
     compare_identical("output", output.out.cpu(), rows)
     compare_identical("cache", world.memory, before)
     capacity, geometry = world.capacity, world.geometry
+    for columns in (0, 1, 2 * world.max_pages):
+        table = torch.zeros(0, columns, dtype=world.setup.index, device=world.device)
+        world.backend.init_forward_metadata(Step.idle(BlockTable(table, geometry)))
     for bucket in (capacity.bucket(StepKind.DECODE, 2), TokenBucket(StepKind.PREFILL, 1, 3)):
         if bucket.kind in subject.capabilities:
             padding = world.backend.init_forward_metadata(idle_step(bucket, world.paging(), capacity)).at().write_slots

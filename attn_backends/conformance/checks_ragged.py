@@ -40,6 +40,7 @@ ASKED_AND_KEPT = (
     ((1, 9, 3), (1, 3, 2)),
     ((0, 4, 4), (1, 2, 1)),
     ((4, 4, 4), (3, 2, 0)),  # the last is padding
+    ((4,), (1,)),
 )
 
 
@@ -59,7 +60,7 @@ def ragged_cut(subject: Subject, case: Case) -> Measured:
     world, found = extra_world_of(subject, case), []
     captured = Captured(world, case) if case.path == "graph" else None
     for turn, (asked, kept) in enumerate(ASKED_AND_KEPT):
-        batch = replace(batch_of(case), widths=kept, asked=asked)
+        batch = replace(batch_of(case), lens=case.lens[: len(kept)], widths=kept, asked=asked)
         scene = scene_of(world, batch, case.seed + turn)
         found.append(_measured(run_eagerly(scene, case) if captured is None else captured.run(scene, case)))
     return nearest(found)

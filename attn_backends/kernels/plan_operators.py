@@ -40,14 +40,14 @@ _STEP = (
 _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
     f"plan_pages({_STEP}, Tensor(a!)? starts, Tensor(b!)? page_starts, Tensor(c!) lens, Tensor(d!) pages, "
-    "Tensor(e!) write_slots, Tensor(f!)[] along, int[] listed, int width, int num_steps, int added, int advance, "
+    "Tensor(e!) write_slots, Tensor(f!)[] along, int[] listed, int width, int num_steps, int unseen, int advance, "
     "int page_size, int reserved_page, int known_real, int max_pages) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     f"plan_compressed({_STEP}, Tensor(a!) starts, Tensor(b!) request, Tensor(c!) page_table, Tensor(d!) window_slots, "
     "Tensor(e!) window_lens, Tensor(f!) write_slots, Tensor(g!)[] entries, int[] ratios, int[] rings, "
-    "int[] read_windows, int over_read, int window, int is_block, int width, int num_steps, int added, int advance, "
+    "int[] read_windows, int over_read, int window, int is_block, int width, int num_steps, int unseen, int advance, "
     "int page_size, int reserved_page, int known_real) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -131,7 +131,7 @@ def bind_block_table(step: Step, buffers: Buffers, bound: BoundStep | None = Non
 def bind_csr(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Callable[[], None]:
     """A planner of the page lists of a step and its write slots. Else as `bind_ragged`."""
     outputs = (buffers["qo_indptr"], buffers["kv_indptr"], buffers["kv_len"].unsqueeze(0), page_lists(buffers))
-    return _bind_pages(step, buffers, bound, outputs, (num_added(step, None) - step.width, 0))
+    return _bind_pages(step, buffers, bound, outputs, (step.width - num_added(step, None), 0))
 
 
 def bind_compressed(
@@ -159,9 +159,9 @@ def bind_compressed(
 
 
 def _keys(step: Step) -> tuple[int, int]:
-    """Keys that the last row of a step sees beside committed ones and its rows, and more in each further forward."""
+    """Rows whose keys the last row of a step's requests does not see, and keys that it sees more in each forward."""
     first = num_added(step, 0)
-    return first - step.width, num_added(step, 1) - first
+    return step.width - first, num_added(step, 1) - first
 
 
 def _sizes(step: Step, keys: tuple[int, int]) -> tuple[int, ...]:

@@ -20,9 +20,9 @@ from attn_backends.kernels.triton_widths import cut_rows, row_range, rows_of
 
 
 class StepSizes(NamedTuple):
-    """Strides and sizes of a step. num_columns: of its table. added, advance: keys that the last row of a real request
-    sees in forward 0 beside the committed ones and its rows, below 0 where it sees not all of these, and more in each
-    further. known_real: real requests where the host knows how many.
+    """Strides and sizes of a step. num_columns: of its table. unseen: rows of a real request whose keys its last row
+    does not see in forward 0. advance: keys that it sees more in each further. known_real: real requests where the host
+    knows how many.
     """
 
     seq_stride: int
@@ -35,7 +35,7 @@ class StepSizes(NamedTuple):
     bs: int
     width: int
     num_steps: int
-    added: int
+    unseen: int
     advance: int
     page_size: int
     reserved_page: int
@@ -172,8 +172,8 @@ def requests_at(seq_lens, num_real, given_starts, rows, widths, cut, step, bound
 @triton.jit
 def visible_keys(committed, real, num_rows, step, request, forward):
     """Keys that the last row of requests sees in a forward, 0 from `bs` on: `spec_metadata.dense_part`."""
-    added = tl.where(real, committed + number(step.added) + forward * number(step.advance), 0)
-    return tl.where(request < number(step.bs), added + num_rows, 0)
+    others = tl.where(real, committed + forward * number(step.advance) - number(step.unseen), 0)
+    return tl.where(request < number(step.bs), others + num_rows, 0)
 
 
 @triton.jit
