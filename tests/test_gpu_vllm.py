@@ -268,6 +268,7 @@ def test_rates_are_held_to_the_same_kernels_and_to_the_best() -> None:
     )
     assert (first["tokens_per_s"], first["least"], first["most"]) == (98, 97, 99), "what each drew is not its speed"
     assert (first["of_same_kernel"], first["of_best"], first["best"]) == (0.98, 0.49, str(best))
+    assert first["in_turn"] == [0.98, 1.1, 0.882]
     assert (first["deciles_us"], first["host_us"]) == ([1, 2, 3], {"wait": 7})
     assert len(first["launches_us"]) == 9, "all together, and the longest"
     assert all("of_best" not in told for told in others)

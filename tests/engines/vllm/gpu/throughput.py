@@ -160,8 +160,8 @@ def in_turn(servers: dict[Side, Server], batch: int) -> Iterator[dict[str, Any]]
 
 def summarized(found: dict[Side, list[dict[str, Any]]], batch: int) -> Iterator[dict[str, Any]]:
     """Medians and spreads, deciles 1, 5 and 9 of all steps, the host's parts, and what the device ran longest; ours
-    also over vLLM's on the same kernels, and over its best. All are given the tokens that all accepted in a step, on
-    average: what one drew by luck is not its speed.
+    also over vLLM's on the same kernels, of medians and turn by turn, and over its best. All are given the tokens that
+    all accepted in a step, on average: what one drew by luck is not its speed.
     """
     every = [one for answers in found.values() for one in answers]
     accepted = sum(one["tokens"] for one in every) / max(1, sum(one["steps"] for one in every))
@@ -184,11 +184,11 @@ def summarized(found: dict[Side, list[dict[str, Any]]], batch: int) -> Iterator[
             "host_us": {name: round(median(one["host_us"].get(name, 0) for one in answers)) for name in parts},
         }
         if side.kernel and theirs:
-            same = [rate for other, rate in theirs.items() if other.family == side.family]
+            same = [other for other in theirs if other.family == side.family]
             best = max(theirs, key=lambda other: theirs[other])
-            of_same = medians[side] / same[0] if same else None
             told |= {
-                "of_same_kernel": of_same and round(of_same, 3),
+                "of_same_kernel": round(medians[side] / theirs[same[0]], 3) if same else None,
+                "in_turn": [round(a / b, 3) for other in same for a, b in zip(rates[side], rates[other], strict=True)],
                 "of_best": round(medians[side] / theirs[best], 3),
                 "best": str(best),
             }
