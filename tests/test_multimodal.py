@@ -21,7 +21,7 @@ from attn_backends_reference.eagle.serving import Server
 from spec_metadata import Capacity, InvalidStepError, Sampling, Step
 from tests import mm_laws as laws
 from tests import mm_shipped
-from tests.mm_laws import MAX_BS, PLACEHOLDER, PREFILLS, WORKERS
+from tests.mm_laws import PLACEHOLDER, PREFILLS, WORKERS
 from tests.mm_shipped import NUM_TOKENS, serve_hidden, texts, worker_of
 from tests.mtp_scenes import Place, capacity_of, mtp_worker
 from tests.mutants import MUTANTS
@@ -223,7 +223,8 @@ def test_embeddings_that_do_not_fit_are_refused(prompt: list[int], given: Tensor
     server = Server(worker)
     with pytest.raises(RequestError, match=message):
         server.submit(prompt, multimodal_embeddings=given)
-    assert (server.num_waiting, worker.slots.num_free_rows, worker.slots.in_use) == (0, MAX_BS, False)
+    assert server.is_idle
+    assert not worker.slots.in_use
 
 
 def test_a_worker_of_text_refuses_embeddings() -> None:
@@ -232,7 +233,7 @@ def test_a_worker_of_text_refuses_embeddings() -> None:
         RequestError, match=r"takes token ids alone. Build it with WorkerOptions\(placeholder_token=…\)"
     ):
         server.submit(PROMPT, multimodal_embeddings=ROWS)
-    assert server.num_waiting == 0
+    assert server.is_idle
 
 
 @pytest.mark.parametrize("token", [-1, 64, 3.0, "<image>"])

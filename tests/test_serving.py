@@ -171,7 +171,7 @@ def test_an_admission_that_fails_leaves_the_request_waiting(failing, monkeypatch
     monkeypatch.setattr(owner, failing, once)
     with pytest.raises(torch.OutOfMemoryError):
         server.round()
-    assert (server.num_waiting, server.num_running, worker.slots.in_use) == (1, 0, False)
+    assert (server.is_idle, request.row, worker.slots.in_use) == (False, -1, False)
     laws.finish(server)
     assert [request.output] == laws.plainly([prompt], 12)
 

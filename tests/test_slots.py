@@ -44,7 +44,8 @@ def test_a_row_that_shares_reads_the_pages_of_the_other():
     assert table(slots, second, 28) == table(slots, first, 28)
     slots.reserve(second, 35)
     assert table(slots, second, 35) == expected_table(slots, second, 35)
-    assert [slots.refcount(page) for page in slots.pages(second)] == [2] * 7 + [1] * 2
+    slots.release(first)
+    assert slots.num_free_pages == 19 - 9, "of the first row's eight pages seven are the other's, too"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,6 @@ def test_no_page_is_lost_or_given_twice(seed):
         pages = [page for row in held for page in slots.pages(row)]
         assert slots.num_free_pages + len(set(pages)) == 39
         assert 0 not in pages
-        assert all(slots.refcount(page) == pages.count(page) for page in pages)
         for row, prompt in held.items():
             assert table(slots, row, len(prompt)) == expected_table(slots, row, len(prompt))
             own = {page for other in held if other != row for page in slots.pages(other)}
@@ -182,3 +182,4 @@ def test_no_page_is_lost_or_given_twice(seed):
         slots.release(row)
     assert not slots.in_use
     assert bool((slots.table // slots.geometry.page_size == 0).all()), "a free row points at somebody's pages"
+    assert len({slots.admit() for _ in range(6)}) == 6, "a row is lost"

@@ -175,7 +175,7 @@ def test_bad_prompts_are_refused_before_anything_runs(prompt, new_tokens, messag
     with pytest.raises(RequestError, match=message):
         serve(worker, [[1, 2], prompt], new_tokens)
     assert not any(bool(cache.k.any()) for cache in worker.target_caches)
-    assert worker.slots.num_free_rows == 2
+    assert not worker.slots.in_use
 
 
 @pytest.mark.parametrize("path", [EAGER, GRAPH])

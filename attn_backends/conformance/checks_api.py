@@ -24,8 +24,8 @@ from spec_metadata import BlockTable, Step, StepKind, TokenBucket, idle_step
 
 @check("api.idle", one_page_size(eager((StepKind.DECODE,))))
 def idle(subject: Subject, case: Case) -> Measured:
-    """A step without requests is planned and run, gives outputs without rows, and writes nothing. Its table may have any
-    width. One of padding alone (`idle_step`), of uniform or packed rows, writes to the reserved page.
+    """A step without requests is planned and run, gives outputs without rows, and writes nothing. Tables of any width
+    are taken. One of padding alone (`idle_step`), of uniform or packed rows, writes to the reserved page.
     """
     world = world_of(setup_of(subject, case))
     scene = scene_of(world, batch_of(replace(case, lens=())), case.seed)

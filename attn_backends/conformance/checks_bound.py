@@ -31,7 +31,6 @@ from spec_metadata import (
     Bucket,
     InvalidStepError,
     Paging,
-    RequestTable,
     Step,
     StepKind,
     TokenBucket,
@@ -82,9 +81,9 @@ class BoundGraph(Captured):
         fill = 0 if isinstance(self.paging, BlockTable) else 1
         added = step.width if inputs.lens_include_rows else 0
         self._fill(inputs.seq_lens, step.seq_lens + added, bs, ANYTHING if self.counts else fill)
-        reserved = -ANYTHING if isinstance(self.paging, BlockTable) else geometry.reserved_row
-        if isinstance(self.paging, RequestTable) and self.counts:
-            reserved = ANYTHING
+        reserved = ANYTHING if self.counts else geometry.reserved_row
+        if isinstance(self.paging, BlockTable):
+            reserved = int(given[0, 0]) if bs else -ANYTHING  # a page of a real request
         self._fill(self.paging.static_input(), given, bs, reserved)
         if inputs.out_cache_loc is not None:
             behind = int(step.flat_slots()[0]) if self.counts and bs else -1  # a real request's

@@ -13,7 +13,17 @@ from torch import Tensor
 from attn_backends.backends import dsv4
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.planning import metadata
-from spec_metadata import BoundedQuery, BoundInputs, CacheGeometry, Step, bound_inputs, fit_widths, static_inputs
+from spec_metadata import (
+    BoundedQuery,
+    BoundInputs,
+    CacheGeometry,
+    Paging,
+    RequestTable,
+    Step,
+    bound_inputs,
+    fit_widths,
+    static_inputs,
+)
 from spec_metadata.plans import compressed, ragged
 from spec_metadata.visibility import DensePart, KeptRows, kept_rows, write_pages
 from tests.mutants.mutant import mutant
@@ -101,3 +111,15 @@ def first_padded_request_is_real(patch: pytest.MonkeyPatch) -> None:
         return fit_widths(query, real | torch.nn.functional.pad(real, (1, -1)))
 
     patch.setattr(static_inputs, "fit_widths", one_more)
+
+
+@mutant(ORIGIN, "graph.bound_inputs", graph=True)
+def requests_without_a_length_are_real(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a block table whose requests have no token count as real, with the pages that an engine left there."""
+    own = bound_inputs._num_real
+
+    def of_all(inputs: BoundInputs, paging: Paging) -> Tensor:
+        is_told = inputs.num_real is not None or isinstance(paging, RequestTable)
+        return own(inputs, paging) if is_told else torch.tensor([paging.bs], device=inputs.seq_lens.device)
+
+    patch.setattr(bound_inputs, "_num_real", of_all)

@@ -64,16 +64,6 @@ class Server:
         """Whether every request has ended and given back what it held."""
         return not self._waiting and not self._running
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that were submitted and not admitted yet."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Requests that hold a table row."""
-        return len(self._running)
-
     def submit(
         self,
         prompt: Sequence[int],

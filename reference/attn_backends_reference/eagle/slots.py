@@ -53,11 +53,6 @@ class SlotAllocator:
         self._key_of: dict[int, bytes] = {}
 
     @property
-    def num_free_rows(self) -> int:
-        """Requests that can still be admitted."""
-        return len(self._free_rows)
-
-    @property
     def num_free_pages(self) -> int:
         """Pages that belong to no request."""
         return len(self._free_pages)
@@ -70,10 +65,6 @@ class SlotAllocator:
     def pages(self, row: int) -> tuple[int, ...]:
         """The pages that a row holds, in the order of its positions."""
         return tuple(self._pages[row])
-
-    def refcount(self, page: int) -> int:
-        """The number of rows that hold a page."""
-        return self._refcounts[page]
 
     def prefix_keys(self, prompt: Sequence[int], digests: Mapping[int, bytes] = NO_DIGESTS) -> list[bytes]:
         """The key of each whole page of a prompt: a digest of all tokens up to its end and the `lookahead` ones after

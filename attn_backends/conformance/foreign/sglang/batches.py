@@ -38,7 +38,8 @@ def lengths_of(step: Step) -> Lengths:
     """The lengths of a step."""
     assert step.seq_lens_cpu is not None, "the kernel declares that it needs lengths on the host"
     widths = getattr(step.query, "lens_cpu", None) or (step.width,) * step.bs
-    return Lengths(step.kind, tuple(step.seq_lens_cpu), tuple(widths))
+    padding = (0,) * (len(widths) - len(step.seq_lens_cpu))  # all of a step of padding alone
+    return Lengths(step.kind, (*step.seq_lens_cpu, *padding), tuple(widths))
 
 
 def make_batch(api: Any, lens: Lengths, tensors: dict[str, Tensor]) -> Any:

@@ -45,7 +45,8 @@ class Batch:
         """A step's, unpadded."""
         assert step.seq_lens_cpu is not None, "the kernel declares that it needs lengths on the host"
         widths = tuple(getattr(step.query, "lens_cpu", None) or (step.width,) * step.bs)
-        return cls(tuple(step.seq_lens_cpu), widths, step.bs, sum(widths))
+        padding = (0,) * (len(widths) - len(step.seq_lens_cpu))  # all of a step of padding alone
+        return cls((*step.seq_lens_cpu, *padding), widths, step.bs, sum(widths))
 
     @property
     def starts(self) -> Tensor:
