@@ -194,17 +194,24 @@ def drafts_in_sglang() -> tuple[str, ...]:
 
 
 def planning_nodes() -> tuple[str, ...]:
-    """Of a draft block, a ragged verify, one of 512 requests on FlashAttention-3; `flashmla_sparse`, more by."""
+    """Of a draft block, a ragged verify; `flashmla_sparse`, more by."""
     found = defaultdict[str, dict[str, set[int]]](dict)
     for row in rows("h200/plan_graphs*"):
-        is_large = row["kernel"] == "vllm_flash_attn" and row["batch_size"] == 512
-        name = row["kernel"] if is_large or row["kernel"] == "flashmla_sparse" else "others"
+        name = "sparse" if row["kernel"] == "flashmla_sparse" else "others"
         found[name].setdefault(row["phase"], set()).add(row["nodes"])
-    (block,), (ragged,) = found["others"]["block"], found["others"]["ragged_verify"]
-    (most,) = found["vllm_flash_attn"]["ragged_verify"]
-    sparse = found["flashmla_sparse"]
+    (block,), (ragged,), sparse = found["others"]["block"], found["others"]["ragged_verify"], found["sparse"]
     (more,) = {nodes - block for nodes in sparse["block"]} | {nodes - ragged for nodes in sparse["ragged_verify"]}
-    return str(block), str(ragged), str(most), str(more)
+    return str(block), str(ragged), str(more)
+
+
+def ragged_cycles() -> tuple[str, ...]:
+    """Of FlashAttention-3 in pages of 64, then FlashMLA sparse: the longest at 32 and 128 requests."""
+    found = []
+    for kernel, page_size in (("vllm_flash_attn", 64), ("flashmla_sparse", 256)):
+        place = {"kernel": kernel, "page_size": page_size, "phase": "ragged_cycle"}
+        for bs in (32, 128):
+            found.append(max(row["us"] for row in rows("h200/plan_graphs_ragged", batch_size=bs, **place)))
+    return tuple(f"{us:.0f}" for us in found)
 
 
 def prompts_through_graphs() -> str:
@@ -259,9 +266,10 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"that adapts emits (\S+) to (\S+) of", adapted),
     (
         MEASURED,
-        r"(?s)planned by (\S+) node, a ragged verify by (\S+): .*? has (\S+)\. `flashmla_sparse` has (\S+) more",
+        r"planned by (\S+) node, a ragged verify by (\S+) too\. `flashmla_sparse` has (\S+) more",
         planning_nodes,
     ),
+    (MEASURED, r"(?s)It takes (\S+) and (\S+) us on.*?It is (\S+) and (\S+) on\s+FlashMLA sparse", ragged_cycles),
     (MEASURED, r"it emits (\S+) times what the best single", lambda: f"{rows('adaptive')[-1]['ratio']:.2f}"),
     (RECORDED, r"CUDA graphs: (\S+) cases of (\S+) of its", lambda: executed("h200/conformance_*")),
     (RECORDED, r"cases of \S+ of its (\S+) checks", lambda: str(len(CATALOGUE))),
