@@ -78,7 +78,7 @@ def test_a_page_is_shared_with_its_tokens_and_the_one_after(prompt, num_shared):
 
 @pytest.mark.parametrize("num_rerun", [0, 1, 2, 3, 5])
 def test_a_page_is_shared_with_as_many_tokens_after_it_as_a_draft_took(num_rerun):
-    """The last of several modules takes the token num_rerun + 1 behind its position."""
+    """The last of several modules takes the token num_rerun + 1 after its position."""
     slots = allocator(num_rerun=num_rerun)
     committed(slots, PROMPT)
     for length in range(len(PROMPT) + 1):
@@ -177,7 +177,7 @@ def test_no_page_is_lost_or_given_twice(seed):
             assert table(slots, row, len(prompt)) == expected_table(slots, row, len(prompt))
             own = {page for other in held if other != row for page in slots.pages(other)}
             written = slots.pages(row)[len(prompt) // slots.geometry.page_size :]
-            assert not own & set(written), "a page behind the prompt is shared"
+            assert not own & set(written), "a page after the prompt is shared"
     for row in list(held):
         slots.release(row)
     assert not slots.in_use

@@ -38,7 +38,7 @@ HELP = {
     "inspect": "a model's folder: what would run it here, in how much memory, and what is refused",
     "export": "an MTP draft and its target, as SGLang or vLLM loads them",
     "generate": "continue prompts, by EAGLE if the configuration has a draft",
-    "demo": "plain and speculative decoding compared, on every vendor's backend",
+    "demo": "plain and speculative decoding compared, on every backend but the reference",
 }
 REFERENCE = "attn-backends-reference"
 INTERRUPTED, CLOSED = 130, 141  # as a shell has it for a process that SIGINT or SIGPIPE ended

@@ -79,7 +79,9 @@ def page(*results: Results) -> str:
         "",
         "## What the kernels declare",
         "",
-        "What is not declared is refused. Trees follow from non-causal rows and a log-sum-exp (LSE, with its base).",
+        "What is not declared is refused. Trees follow from non-causal rows and a log-sum-exp (LSE, with its base). A "
+        "packed step has requests of different numbers of rows. Over-read: masked keys are multiplied by 0, so they "
+        "must be finite. Host lengths: the kernel plans on the host, from exact lengths.",
         "",
         *_table(_COLUMNS, _capability_rows()),
     ]
@@ -141,7 +143,8 @@ def _outcomes(heads: Sequence[Head], report: Report) -> Iterator[str]:
     of_contract = f"contract {report.contract}" if report.contract else "before contracts had versions"
     known = sum(check in CATALOGUE for check in checks)
     executed = f"{report.executed} cases of {known} checks, of {len(CATALOGUE)} that there are now"
-    yield f"Suite {report.suite_version}, {of_contract}; executed: {executed}."
+    star = " `*` stands for all checks of a kernel that was not run." if "*" in checks else ""
+    yield f"Suite {report.suite_version}, {of_contract}; executed: {executed}.{star}"
     for kernel, names in report.profiles.items():
         yield f"`{kernel}` {told(names)}."
     yield ""
@@ -232,7 +235,8 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[st
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for row in rows:
-        yield f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in row)} |"
+        cells = (" ".join(cell.split()).replace("|", r"\|") for cell in row)
+        yield f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ def query_starts_spec(name: str) -> BufferSpec:
 
 def kv_lens_spec(name: str, *shape: Dim) -> BufferSpec:
     """The buffer of `DensePart.kv_lens`."""
-    return BufferSpec(name, torch.int32, shape, "keys that the last row of a request sees", high=MAX_KV_LEN + 1)
+    doc = "keys that the last row of a request sees; of a tree, the committed ones"
+    return BufferSpec(name, torch.int32, shape, doc, high=MAX_KV_LEN + 1)
 
 
 def pages_spec(name: str, *shape: Dim, over_read: Dim = NOTHING) -> BufferSpec:

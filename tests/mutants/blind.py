@@ -16,12 +16,12 @@ from spec_metadata.plans import block_table, compressed, csr, ragged
 from spec_metadata.visibility import DensePart, dense_part, num_visible_pages, visible_pages, write_pages
 from tests.mutants.mutant import mutant
 
-BLIND, LISTS = "a blind author's", ("kv_indices", "kv_indptr")
+BLIND, LISTS = "an author who had not read the suite", ("kv_indices", "kv_indptr")
 
 
 @mutant(BLIND, "math.window", "math.window_and_sinks")
 def tree_window_by_node_number(patch: pytest.MonkeyPatch) -> None:
-    """In a windowed tree verify a node counts as deep as its number: the window begins too late off the first path."""
+    """In a windowed tree verify a node's number is taken for its depth: its window begins too late."""
     windowed = fa3.windowed
 
     def by_number(window: Any, drafted: Any) -> Any:
@@ -35,7 +35,7 @@ def tree_window_by_node_number(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(BLIND, "math.ragged_verify", "math.ragged_draft_extend", "math.ragged_cut", graph=True)
 def page_row_kept_while_it_grows(patch: pytest.MonkeyPatch) -> None:
-    """A replay keeps a row of the page table whose length grew by less than a step inside a page: another request's."""
+    """A row of the page table is not rewritten where its length grew within a page: it may be another request's."""
 
     def write(self: Any, step: Step, buffers: Buffers) -> None:
         old, table = buffers["seqused_k"][-1].clone(), buffers["page_table"].clone()
@@ -50,7 +50,7 @@ def page_row_kept_while_it_grows(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(BLIND, "graph.planned_ahead", "streams.planned_beside_a_graph", backend="flashinfer_mla", graph=True)
 def compact_lists_in_a_shared_table(patch: pytest.MonkeyPatch) -> None:
-    """Page lists are compact in a table that captured phases share: planning one moves the lists of another."""
+    """Page lists in a table that captured phases share have no gaps, so planning one phase moves another's lists."""
     write = csr.write_csr
 
     def compact(step: Step, buffers: Buffers) -> None:
@@ -66,7 +66,7 @@ def compact_lists_in_a_shared_table(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(BLIND, "api.kinds_in_turn", backend="flashinfer_mla")
 def lengths_of_the_last_plan(patch: pytest.MonkeyPatch) -> None:
-    """The kernel reads lengths of the step that was planned last for as many requests, as if one wrapper served all."""
+    """The kernel reads the lengths of the last step that was planned for the same number of requests."""
     last, write, attend = dict[int, Tensor](), csr.write_csr, flashinfer_mla.csr_attention
 
     def remember(step: Step, buffers: Buffers) -> None:
@@ -83,7 +83,7 @@ def lengths_of_the_last_plan(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(BLIND, "math.draft_decode", backend="trtllm_mla")
 def table_of_the_first_forward(patch: pytest.MonkeyPatch) -> None:
-    """All forwards of a draft get the pages of the first one: wrong where a chain grows into another page."""
+    """All forwards of a draft get the pages of the first one, though a chain may grow into another page."""
 
     def write(step: Step, buffers: Buffers) -> None:
         for forward, lens in enumerate(buffers["cache_seqlens"].unbind()):
@@ -108,7 +108,7 @@ def scale_of_the_first_layer(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(BLIND, "math.cache_types", "compressed.short_blocks", backend="dsv4")
 def ring_across_pages(patch: pytest.MonkeyPatch) -> None:
-    """A row's state is not written where the forward has a row one ring later, though in another page's ring."""
+    """A row's state is not written if the forward has a row one ring later, though that lies in another page's ring."""
     write = compressed._write_entries
 
     def across_pages(plan: Any, compression: Any, ring: Any, rows: Any) -> None:
@@ -121,7 +121,7 @@ def ring_across_pages(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(BLIND, "plan.padding", "math.decode", backend="dsv4", graph=True)
 def entries_of_the_last_replay(patch: pytest.MonkeyPatch) -> None:
-    """Where no entry closes the slot of the replay before is left: an old entry is written over."""
+    """A row that closes no entry keeps the slot of the last replay, so an old entry is overwritten."""
     write = compressed._write_made
 
     def only_live(plan: Any, compression: Any, ring: Any, rows: Any) -> None:
@@ -150,7 +150,7 @@ def tables_for_the_mean_prompt(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(BLIND, "graph.bound_ragged", graph=True)
 def ragged_lengths_less_the_bound(patch: pytest.MonkeyPatch) -> None:
-    """Of bound lengths that include ragged rows the most rows of a request are taken off, not its own."""
+    """From bound lengths that include ragged rows, the bound on rows is subtracted, not each request's own number."""
     committed = BoundStep._committed
 
     def less_the_bound(self: BoundStep) -> Tensor:
@@ -163,7 +163,7 @@ def ragged_lengths_less_the_bound(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(BLIND, "graph.bound_ragged", graph=True)
 def starts_kept_for_as_many_rows(patch: pytest.MonkeyPatch) -> None:
-    """A replay of as many real rows of as many requests keeps cu_seqlens_q of the replay before."""
+    """A replay keeps cu_seqlens_q of the last one if both have the same numbers of requests and rows."""
 
     def write(self: Any, step: Step, buffers: Buffers) -> None:
         (starts, old), lens = (buffers["cu_seqlens_q"], buffers["cu_seqlens_q"].clone()), buffers["seqused_k"].sum()
@@ -177,7 +177,7 @@ def starts_kept_for_as_many_rows(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(BLIND, "math.draft_block")
 def block_without_a_prefix_is_padding(patch: pytest.MonkeyPatch) -> None:
-    """In a draft block a request of as many keys as rows is taken for padding, and its output is zeros."""
+    """In a draft block, a request that has no more keys than rows is taken for padding: its output is zeros."""
     attend = fa3.page_table_attention
 
     def skipping(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, table: Tensor, lens: Tensor, **given: Any) -> Any:
@@ -190,7 +190,7 @@ def block_without_a_prefix_is_padding(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(BLIND, "math.draft_block", backend="trtllm_mla")
 def block_has_the_pages_of_its_root(patch: pytest.MonkeyPatch) -> None:
-    """Of a draft block the table has the pages up to its first row: a block that crosses into a page reads another."""
+    """A draft block's table ends with the page of its first row, so rows on the next page read a wrong one."""
 
     def of_the_root(step: Step, dense: DensePart, table: Tensor) -> None:
         less = step.width - 1 if step.kind is StepKind.DRAFT_BLOCK else 0

@@ -207,7 +207,7 @@ def rejected_rows_are_stored(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("TensorRT-LLM's clamped row numbers, without the mask after them", "cache.keeps_first_rows")
 def rows_behind_the_last_kept_one_are_stored(patch: pytest.MonkeyPatch) -> None:
-    """What a packed bound leaves over is written where the first row of the step is."""
+    """Packed rows that no request kept are written where the step's first row is."""
     keeping(patch, lambda kept, step, slots, *rest: replace(found := kept(step, slots, *rest), slots=slots[found.rows]))
 
 
@@ -223,7 +223,7 @@ def rows_kept_as_at_the_capture(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("packed rows by the number of their request, as if all were kept", "cache.keeps_first_rows")
 def kept_rows_are_not_packed(patch: pytest.MonkeyPatch) -> None:
-    """Of kept rows the first ones of the step are stored, whichever request they are of."""
+    """The first rows of the step are stored in place of the kept ones."""
     keeping(patch, lambda kept, *given: replace(found := kept(*given), rows=torch.ones_like(found.rows).cumsum(0) - 1))
 
 

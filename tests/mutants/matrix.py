@@ -130,12 +130,14 @@ def page(kills: Kills) -> str:
         "# Kill matrix",
         "",
         f"Written by `{COMMAND}`; not edited by hand. Each mutant is a known bug, put into correct code. {killed} of "
-        f"{len(MUTANTS)} mutants are killed on a CPU, by {len(CHECKS)} checks.",
+        f"{len(MUTANTS)} mutants are killed on a CPU, by {len(CATALOGUE)} checks of the suite and {len(LOCAL_CHECKS)} "
+        "of `tests/mutants/local_checks.py`, most of them of workers.",
         "",
         "A check must kill the mutants that name it: the gate `tests/test_mutants.py` runs its smallest failing case. "
-        "What else it kills is listed where `--everywhere` has looked.",
+        "What else it kills is listed where `--everywhere` has looked. `on` names the backend that the mutant is put "
+        "into; `graph` says that a replayed graph shows it.",
         "",
-        "| mutant | what is wrong | found in | on | must be killed by |",
+        "| mutant | what is wrong | found in, or its kind | on | must be killed by |",
         "|---|---|---|---|---|",
     ]
     for mutant in MUTANTS.values():

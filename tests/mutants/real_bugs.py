@@ -60,8 +60,8 @@ Written by `python -m tests.mutants.matrix` from `tests/mutants/real_bugs.json`;
 
 {total} reports of 2024 to 2026 about speculative decoding and attention in SGLang, vLLM, TensorRT-LLM, FlashInfer and
 others. They were found by search after the suite was written, not drawn at random; it caught 18 of them then. {inside}
-concern promises of an attention backend: **{caught} of these are caught now**; the others are not ({missed}). {noted}
-of the caught ones are modelled in a similar situation, which their row names.
+concern promises of an attention backend: **{caught} of these are caught now**; the others are not ({missed}). For
+{noted} of the caught ones the model is of a similar situation, named in the last column.
 
 A report is caught if a model of its cause, put into a correct backend, makes a check fail. All models, and what kills
 them, are in the [kill matrix](kill-matrix.md).

@@ -58,7 +58,7 @@ def rows_cached_by_batch_size(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("a run that is accepted past the end of a request is emitted whole", "serving.ends")
 def tokens_after_the_end(patch: pytest.MonkeyPatch) -> None:
-    """What follows the end inside an accepted run is emitted too."""
+    """Accepted tokens after a request's end are emitted, too."""
     emit = Request.emit
 
     def whole(self, tokens, eos_tokens):
@@ -102,7 +102,7 @@ def released_while_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("the host waits for every cycle, and is never late", "serving.lag")
 def lag_that_is_none(patch: pytest.MonkeyPatch) -> None:
-    """A round is read before the next is launched, whatever the lag."""
+    """A round is read before the next one is launched, even with lag."""
     round_of = Server.round
 
     def read_at_once(self):
@@ -199,7 +199,7 @@ def stream_waits_for_the_end(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("half a character is shown, or what becomes a stop string", "serving.text")
 def text_that_changes(patch: pytest.MonkeyPatch) -> None:
-    """Text is shown as far as it is decoded, whole or not."""
+    """Text is shown with incomplete characters and beginnings of stop strings."""
     patch.setattr(GrowingText, "shown", property(lambda self: self._settled + self._tail))
 
 
@@ -241,7 +241,7 @@ def draft_settings_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("a queue as long as the batch", "serving.queue")
 def requests_past_capacity_dropped(patch: pytest.MonkeyPatch) -> None:
-    """What finds no row when it comes is dropped."""
+    """A request that comes when no row is free is dropped."""
     admit = Server._admit
 
     def drop(self):

@@ -35,7 +35,7 @@ def sets_share_a_plan(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("phases of a set over one another", TURNS, graph=True)
 def phases_of_a_set_lie_over_one_another(patch: pytest.MonkeyPatch) -> None:
-    """Not the sets take turns but all phases: each begins where its set does."""
+    """All phases of a set begin at the same address, so they overwrite each other."""
     block = PhaseSets.block
     patch.setattr(PhaseSets, "block", lambda self, num_bytes, taken: block(self, 2**22, {}))
 

@@ -1,4 +1,4 @@
-"""`demo`: speculative decoding compared with plain decoding, on every vendor's backend, eagerly and through graphs."""
+"""`demo`: speculative and plain decoding compared on every backend but the reference, eagerly and through graphs."""
 
 from __future__ import annotations
 
@@ -132,14 +132,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a name, or module:Class; may be repeated (default: every vendor's)",
+        help="a name, or module:Class; may be repeated (default: all but reference)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     add_runtime(parser)
 
 
 COMMAND = Command(
-    "Speculative decoding held against plain decoding, eagerly and through graphs. A row that is not what its "
+    "Speculative decoding compared with plain decoding, eagerly and through graphs. A row that is not what its "
     "precision promises makes the exit code 1.",
     _add_arguments,
     run,
