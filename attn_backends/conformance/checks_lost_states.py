@@ -40,16 +40,19 @@ def _refusal(subject: Subject, case: Case) -> UnsupportedStepError | None:
 
 @check("compressed.refuses_cut_blocks", _asked("a page that cuts a block", page_size=18))
 def refuses_cut_blocks(subject: Subject, case: Case) -> Measured:
-    """A page that is no whole number of blocks is refused before anything is planned. A size that the refusal
-    recommends is taken.
+    """A page that is no whole number of blocks, also one of a single token, is refused before anything is planned. A
+    size that the refusal recommends is taken.
     """
-    refusal = _refusal(subject, case)
-    if refusal is None:
-        raise CheckFailure(case.feature, f"pages of {case.page_size} tokens were taken")
-    for size in map(int, re.findall(r"page size (\d+)", refusal.nearest)):
-        if again := _refusal(subject, replace(case, page_size=size)):
-            raise CheckFailure(case.feature, f"recommended instead, and refused: {'; '.join(again.reasons)}")
-    return Measured(refusal="; ".join(refusal.reasons))
+    reasons: list[str] = []
+    for page_size in (case.page_size, 1):
+        refusal = _refusal(subject, replace(case, page_size=page_size))
+        if refusal is None:
+            raise CheckFailure(case.feature, f"pages of {page_size} tokens were taken")
+        for size in map(int, re.findall(r"page size (\d+)", refusal.nearest)):
+            if again := _refusal(subject, replace(case, page_size=size)):
+                raise CheckFailure(case.feature, f"recommended instead, and refused: {'; '.join(again.reasons)}")
+        reasons += refusal.reasons
+    return Measured(refusal="; ".join(reasons))
 
 
 @check("compressed.refuses_lost_states", _asked("more rows than states are kept for"))
