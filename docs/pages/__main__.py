@@ -65,7 +65,7 @@ and our three launches:
 | 128 | 156.7 | 164.7 | 160.6 | 154.5 | 2.5 | 147.6 | 10.3 |
 
 At 128 requests attention takes 147.6 us, and FlashMLA's 144.9; ncu has memory at 0.83 of what it can in both. The merge
-takes 10.3 us, FlashMLA's 1.6, because FlashMLA divides few of the requests; pieces cost 4.1 us. So 0.86 of a copy is
+takes 10.3 us, FlashMLA's 1.6, and pieces cost 4.1 us. So 0.86 of a copy is
 reached under [`fa3`](results/h200/kernels_fa3_mla.json) and 0.88 under
 [`flashinfer_mla`](results/h200/kernels_flashinfer_mla.json). FlashAttention-3 reaches 0.92 and FlashInfer 0.96 there.
 On an [H100](results/h100/kernels_trtllm_mla.json) it is 0.86, and 0.92 of FlashMLA. The rows of `h200/kernels_gluon`
