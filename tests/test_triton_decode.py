@@ -45,9 +45,12 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def decode():
-    """The module of the Triton kernels, interpreted."""
-    interpreted("triton_merge", "_merge")
-    return interpreted("triton_decode", "_attend")
+    """The module of the Triton kernels, interpreted; several programs merge a row, and read many parts in turn."""
+    merging = interpreted("triton_merge", "_merge")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"_BLOCK": 32, "_SLICE": 8, "_MERGED": (2, 4)}.items():
+            patch.setattr(merging, name, value)
+        yield interpreted("triton_decode", "_attend")
 
 
 def check(decode, given: list, tolerance: float = 3e-6) -> None:
@@ -101,13 +104,15 @@ def test_long_requests_have_pieces_instead_of_parts(
     """They come after the parts of all requests, and no more of them than there is room for; sinks count once."""
     monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: num_parts)
     monkeypatch.setattr(decode, "is_crowded", lambda programs, slots, held: True)
-    last_program_first(monkeypatch)
     given = arguments(replace(sizes, lens=lens), form, form != "csr")
     num_tokens, num_heads, _ = given[0].shape
     width, v_dim, num_splits = given[7], given[2].shape[3], num_parts if num_parts > 1 else 0
     rows = num_splits * num_tokens * num_heads, room * width * num_heads
     given[13:] = [torch.full((sum(rows) * size,), torch.nan) for size in (v_dim, 1)]
-    check(decode, [*given, None, None, torch.randn(num_heads)])
+    given += [None, None, torch.randn(num_heads)]
+    check(decode, given)
+    last_program_first(monkeypatch)
+    check(decode, given)
     written = ~given[14][rows[0] :].view(room, -1).isnan()
     assert written.all(1).tolist() == [True] * num_pieces + [False] * (room - num_pieces)
     assert not written[num_pieces:].any()

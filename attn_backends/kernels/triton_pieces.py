@@ -28,8 +28,6 @@ microseconds on an H200 (docs/results/h200/pieces.json); the last is one request
     pieces in one launch           26          170          311           1205         120
     a launch of their own          27          160          290           1097         160
     the same form, no pieces       24          160          295           1140        3333
-
-Timed apart, a merge whose programs of divided requests join pieces too takes 18 us less where a request is long.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ LEAST_BLOCKS = 4
 """Blocks of a piece at least."""
 
 MERGERS = 8
-"""Programs for each multiprocessor that merge pieces, at most."""
+"""Programs for each multiprocessor that merge pieces; one where rows of divided requests are merged beside them."""
 
 _REQUESTS = tl.constexpr(256)  # that are looked at together
 _LEAST = tl.constexpr(LEAST_BLOCKS)
@@ -139,16 +137,6 @@ def num_long(pieces, bs):
     for first in range(0, bs, _REQUESTS):
         request = first + tl.arange(0, _REQUESTS)
         num += tl.sum((tl.load(pieces + request, mask=request < bs, other=0) > 0).to(tl.int32), axis=0)
-    return num
-
-
-@triton.jit
-def pieces_before(pieces, request):
-    """The number of pieces of the requests before one."""
-    num = tl.full((), 0, tl.int64)
-    for first in range(0, request, _REQUESTS):
-        before = first + tl.arange(0, _REQUESTS)
-        num += tl.sum(tl.load(pieces + before, mask=before < request, other=0), axis=0)
     return num
 
 
