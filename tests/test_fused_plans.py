@@ -316,3 +316,10 @@ def test_rows_behind_those_that_the_host_says_are_real_are_padding(num_real: int
     case.step = replace(case.step, num_real=num_real)
     check_equal(FORMS["csr"], case)
     check_inputs(case, 1)
+
+
+@pytest.mark.parametrize("name", ["ragged", "csr"])
+def test_packed_padding_has_the_lengths_that_it_is_given(name: str) -> None:
+    case = Case("packed extend", 16, 0, form=BlockTable)
+    case.step = replace(case.step, num_real=1)
+    check_equal(FORMS[name], case)

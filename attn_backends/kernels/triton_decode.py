@@ -14,16 +14,16 @@ values; the rotated rest is a tile of its own. Arithmetic is float32, matrix pro
 
 On an H200 (bfloat16, pages of 64 tokens, caches that L2 does not hold, CUDA graphs). "At least" is the time by the 4.3
 TB/s of a copy and the 800 TFLOP/s of a matrix product, measured in the same run. The last column is the vendor's kernel
-(docs/results/h200/{kernels_gluon,kernels_fa3,profiles_latents}.json, summed up in docs/kernels.md):
+(docs/results/h200/{kernels_gluon,kernels_fa3,merges}.json, summed up in docs/kernels.md):
 
-    MLA, 16 heads, batch 128 x 4096        608 MB, 18 GFLOP      at least 142 us    165 us  (FlashMLA 154)
+    MLA, 16 heads, batch 128 x 4096        608 MB, 18 GFLOP      at least 142 us    160 us  (FlashMLA 156)
     the same, width 4                      622 MB, 73 GFLOP      at least 145 us    303 us  (FlashMLA 159)
     MLA, 128 heads, batch 128 x 4096       640 MB, 146 GFLOP     at least 186 us    570 us  (FlashMLA 239)
     32 heads of 128 over 8, 64 x 8192      2.1 GB, 9 GFLOP       at least 500 us    495 us  (FA3 487)
     64 heads over 8, width 16, 64 x 8192   2.2 GB, 275 GFLOP     at least 507 us    804 us  (FA3 540)
 
-It stops at three places. MLA of 16 heads and one row reaches 0.86 of a copy, FlashMLA 0.92: the kernel takes 148 us
-there, as FlashMLA's does, the merge 10, and pieces 4 (docs/results/h200/profiles_latents.json). Grouped queries
+It stops at three places. MLA of 16 heads and one row reaches 0.88 of a copy, FlashMLA 0.91: the kernel takes 148 us
+there, as FlashMLA's does, the merge 4, and pieces 4 (docs/results/h200/profiles_latents.json). Grouped queries
 of few rows take 1.1 to 1.4 times FA3's time where a batch makes fewer programs than the GPU could hold. 32 heads over 8
 over caches of 17 GB and more take up to 1.2 times.
 

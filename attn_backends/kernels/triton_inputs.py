@@ -61,7 +61,7 @@ def _first_write(given_starts, starts_stride, bs, request, sizes):
 
 
 @triton.jit
-def padded_rows(widths, stride, count, request, width, room, max_real, bound, num_rows, BLOCK: tl.constexpr):
+def _padded_rows(widths, stride, count, request, width, room, max_real, bound, num_rows, BLOCK: tl.constexpr):
     """First and end row of a request of a ragged step, and the end of all real ones' rows. Requests from
     `max_real` on have what is left, up to `bound` rows each of num_rows. The rest as of `fitted_rows`.
     """
@@ -91,7 +91,7 @@ def _writes_of(
     if IS_RAGGED:
         asked = (widths, stride, count, request, given_width, room)
         padding = (number(sizes.max_real), number(sizes.width), number(sizes.num_writes))
-        begin, end, num_rows = padded_rows(*asked, *padding, BLOCK)
+        begin, end, num_rows = _padded_rows(*asked, *padding, BLOCK)
         return begin, end, num_rows, request * given_width
     else:
         begin = _first_write(given_starts, stride, bs, request, sizes)

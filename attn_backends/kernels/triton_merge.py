@@ -1,7 +1,7 @@
 """Merging the parts that the keys of a request were divided into, by their log-sum-exps, as one Triton launch.
 
-A program takes a block of values of one row of one head. Parts are added in their order, so the same sizes give the
-same bits; a part without keys was not written and is not read.
+A program takes a block of values of one row of one head, and of pieces one such block after the other. Parts are added
+in their order, so the same sizes give the same bits; a part without keys was not written and is not read.
 """
 
 from __future__ import annotations

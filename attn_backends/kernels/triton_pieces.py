@@ -39,7 +39,7 @@ LEAST_BLOCKS = 4
 """Blocks of a piece at least."""
 
 MERGERS = 8
-"""Programs for each multiprocessor that merge pieces; one where rows of divided requests are merged beside them."""
+"""Programs for each multiprocessor that merge pieces; one where all requests are divided too."""
 
 _REQUESTS = tl.constexpr(256)  # that are looked at together
 _LEAST = tl.constexpr(LEAST_BLOCKS)

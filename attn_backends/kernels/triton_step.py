@@ -21,8 +21,8 @@ from attn_backends.kernels.triton_widths import cut_rows, row_range, rows_of
 
 class StepSizes(NamedTuple):
     """Strides and sizes of a step. num_columns: of its table. unseen: rows of a real request whose keys its last row
-    does not see in forward 0. advance: keys that it sees more in each further. known_real: real requests where the host
-    knows how many.
+    does not see in forward 0, such as all of a tree's. advance: keys that it sees more in each further. known_real:
+    real requests where the host knows how many.
     """
 
     seq_stride: int
@@ -72,10 +72,14 @@ def _first_row(given_starts, step, request):
 
 
 @triton.jit
-def _is_real(seq_lens, num_real, rows, step, bound, request):
-    """Whether requests are real. num_real: None where the host knows how many, or, if bound, padding tells."""
+def _is_real(seq_lens, num_real, given_starts, rows, step, bound, request):
+    """Whether requests are real, as all of packed rows are that are not bound: padding has lengths and rows of its own.
+    num_real: None where the host knows how many, or, if bound, padding tells.
+    """
     live = request < (number(step.bs) if bound is None else number(bound.num_requests))
-    if num_real is not None:
+    if given_starts is not None:
+        return live
+    elif num_real is not None:
         return live & (request < tl.load(num_real))
     elif bound is None:
         return live & (request < number(step.known_real))
@@ -107,7 +111,7 @@ def _count_real(seq_lens, num_real, rows, step, bound, BLOCK: tl.constexpr):
     found = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, number(bound.num_requests), BLOCK):
         request = start + tl.arange(0, BLOCK)
-        found += _is_real(seq_lens, num_real, rows, step, bound, request).to(tl.int32)
+        found += _is_real(seq_lens, num_real, None, rows, step, bound, request).to(tl.int32)
     return tl.sum(found, axis=0)
 
 
@@ -134,11 +138,10 @@ def _with_padding(row, request, step, bound):
 @triton.jit
 def request_at(seq_lens, num_real, given_starts, rows, widths, cut, step, bound, request, BLOCK: tl.constexpr):
     """A request: whether it is real, committed tokens, its first query row and how many it has; from `bs` on the ends.
-
     given_starts: of a packed query that is not bound, else None. cut: as of `cut_of`.
     """
     if widths is None:
-        real = _is_real(seq_lens, num_real, rows, step, bound, request)
+        real = _is_real(seq_lens, num_real, given_starts, rows, step, bound, request)
         begin, end = _first_row(given_starts, step, request), _first_row(given_starts, step, request + 1)
     else:
         count, depth, left, _ = cut
@@ -152,11 +155,9 @@ def request_at(seq_lens, num_real, given_starts, rows, widths, cut, step, bound,
 
 @triton.jit
 def requests_at(seq_lens, num_real, given_starts, rows, widths, cut, step, bound, request, num_longer):
-    """Adjacent requests: whether they are real, their committed tokens and query rows, 0 from `bs` on. num_longer: of
-    the requests before them, the first time 0; the last result is that of the next ones.
-    """
+    """Adjacent requests: as `request_at`, but for first rows, and num_longer of the next ones; the first have 0."""
     if widths is None:
-        real = _is_real(seq_lens, num_real, rows, step, bound, request)
+        real = _is_real(seq_lens, num_real, given_starts, rows, step, bound, request)
         num_rows = _first_row(given_starts, step, request + 1) - _first_row(given_starts, step, request)
     else:
         count, depth, left, end = cut
