@@ -252,7 +252,8 @@ def _bound_inputs(bound: BoundStep) -> StepInputs:
     bounds = (included, bound.most, geometry.num_pages, paging.table.shape[0], geometry.reserved_row)
     ragged = (paging.bs, static.num_tokens, 0 if widths is None else widths.stride(0))
     sizes = BoundSizes._make((*bounds, table.shape[-1], table.stride(0), *of_mask, *ragged))
-    captured = [static.seq_lens, static.num_real, static.out_cache_loc, table, static.tree_mask, starts]
+    nodes = None if static.tree_mask is None else static.tree_mask.view(torch.uint8)
+    captured = [static.seq_lens, static.num_real, static.out_cache_loc, table, nodes, starts]
     return StepInputs(
         inputs.seq_lens,
         inputs.num_real,
@@ -262,14 +263,9 @@ def _bound_inputs(bound: BoundStep) -> StepInputs:
         rows,
         None if mask is None else mask.view(torch.uint8),
         widths,
-        [as_bytes(each if isinstance(each, Tensor) else static.seq_lens) for each in captured],
+        [each if isinstance(each, Tensor) else static.seq_lens for each in captured],
         sizes,
     )
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor that Triton can address: of truth values their bytes."""
-    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
 def _pages(*arguments: Any) -> Prepared:

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_backends.kernels.plan_operators import as_bytes
 from attn_backends.kernels.triton_launch import Launch, opaque, unspecialized
 from attn_backends.kernels.triton_step import copy_mask, number, slots_at
 from attn_backends.kernels.triton_widths import fitted_rows
@@ -232,7 +231,7 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
     num_columns, starts = table.shape[1] if has_columns else 1, packed_starts(static.query)
     num_writes = static.num_writes // static.bs if starts is None else static.num_writes
     launch = Launch(_copy_inputs, static.device, (static.bs, num_parts(static.bs, max(num_columns, num_writes)), 1))
-    mask = None if static.tree_mask is None else as_bytes(static.tree_mask)
+    mask = None if static.tree_mask is None else _as_bytes(static.tree_mask)
     into = (static.seq_lens, static.num_real, static.out_cache_loc, table, mask, starts)
     slots_of_rows = None if isinstance(static.paging, BlockTable) else static.paging.table
     outputs = (slots_of_rows, *into, opaque(_sizes_of(static, num_writes, num_columns)), has_columns)
@@ -283,7 +282,7 @@ def _nodes(step: Step) -> tuple[Tensor, ...]:
     """What a step says of its nodes: the mask of a tree, or the widths of a ragged step; nothing of any other."""
     if isinstance(step.query, BoundedQuery):
         return (step.query.widths,)
-    return () if step.tree_mask is None else (as_bytes(step.tree_mask),)
+    return () if step.tree_mask is None else (_as_bytes(step.tree_mask),)
 
 
 def _read_of(step: Step, static: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -322,3 +321,8 @@ def _strides_of(step: Step) -> tuple[int, ...]:
     loc_stride, starts_stride = (0 if each is None else each.stride(0) for each in (step.out_cache_loc, starts))
     own = (step.seq_lens.stride(0), loc_stride, starts_stride)
     return (*own, paging[0], paging[-1], *((0, 0, 0) if step.tree_mask is None else step.tree_mask.stride()))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor that Triton can address: of truth values their bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
