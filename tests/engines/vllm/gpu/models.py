@@ -15,7 +15,7 @@ from tests.engines.vllm import models
 from tests.engines.vllm.gpu.cases import NUM_DRAFTED
 from tests.head_formats import write
 
-LLAMA_LAYERS, DEEPSEEK_LAYERS = 8, 4
+LLAMA_LAYERS, DEEPSEEK_LAYERS = 24, 10
 _COMMON = {
     "dtype": "bfloat16",
     "vocab_size": 32000,
@@ -37,7 +37,7 @@ LLAMA: dict[str, Any] = _COMMON | {
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
 }
-"""Llama 3.1 8B's shapes, of a quarter of its layers, and of a smaller vocabulary."""
+"""Llama 3.1 8B's shapes, of three quarters of its layers, and of a smaller vocabulary."""
 EAGLE3 = LLAMA | {
     "architectures": ["LlamaForCausalLMEagle3"],
     "num_hidden_layers": 1,

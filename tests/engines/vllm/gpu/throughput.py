@@ -1,9 +1,8 @@
 """Tokens a second and the host's time for metadata, of engines on our backends beside ones on vLLM's, in turn on a GPU.
 
-All engines are up at once, and of a model's one at a time is asked: A, B, C, A, B, C, ... Where there are two GPUs the
-two models are timed at the same time, each on its own. Models have no weights, so what is
-accepted is drawn by vLLM, at the same rates for all. Every prompt was served before, so its prefix comes out of the
-cache, and what is timed are steps in which every request decodes.
+All engines of a model are up at once, and one at a time is asked: A, B, C, A, B, C, ... A model has as many layers as
+fit that often. It has no weights, so what is accepted is drawn by vLLM, at the same rates for all. Every prompt was
+served before, so its prefix comes out of the cache, and what is timed are steps in which every request decodes.
 """
 
 from __future__ import annotations
@@ -12,20 +11,17 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import torch
-
 from tests.engines.vllm.gpu.models import DEEPSEEK_LAYERS, LLAMA_LAYERS
 from tests.engines.vllm.gpu.server import EngineFailedError, Server
 
-PREFIX, HOSTED, PROFILED = 768, 24, 6
-STEPS = {1: 160, 32: 80, 128: 56}
+PREFIX, HOSTED, PROFILED = 768, 12, 4
+STEPS = {1: 80, 32: 48, 128: 24}
 """Timed, by requests: longer where one step's own time says least."""
 REPEATS = 7
 ACCEPTED = [0.8, 0.6, 0.4]
@@ -47,7 +43,9 @@ class Side:
 
     def options(self, models: Path) -> dict[str, Any]:
         """Of vllm.LLM."""
-        room = PREFIX + 4 * (max(STEPS.values()) + HOSTED + PROFILED + 32)
+        tokens = max(
+            (batch + 2) * (PREFIX + 4 * (steps + HOSTED + PROFILED + 32) + 64) for batch, steps in STEPS.items()
+        )
         bytes_a_token = {"llama": 4096, "deepseek": 1152}[self.model] * (LAYERS[self.model] + 1)
         return {
             "model": str(models / self.model),
@@ -59,7 +57,7 @@ class Side:
             "max_num_seqs": max(STEPS),
             "max_num_batched_tokens": 4096,
             "enable_prefix_caching": True,
-            "kv_cache_memory_bytes": (max(STEPS) + 2) * (room + 64) * bytes_a_token,
+            "kv_cache_memory_bytes": tokens * bytes_a_token,
             "compilation_config": {
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -77,9 +75,8 @@ class Side:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of its process; nothing is counted. Each model has a GPU of its own, if there are two."""
-        gpu = {"CUDA_VISIBLE_DEVICES": str(list(LAYERS).index(self.model) % max(1, torch.cuda.device_count()))}
-        return gpu | ({"ATTN_BACKENDS_KERNEL": self.kernel} if self.kernel else {})
+        """Of its process; nothing is counted."""
+        return {"ATTN_BACKENDS_KERNEL": self.kernel} if self.kernel else {}
 
 
 SIDES = [
@@ -103,29 +100,28 @@ NOT_RUN = {
 
 def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
     """One a side and batch. chosen: a pattern that is in the names of sides."""
-    sides = [side for side in SIDES if re.search(chosen, str(side))]
+    for model in LAYERS:
+        sides = [side for side in SIDES if side.model == model and re.search(chosen, str(side))]
+        yield from timed(sides, models, folder) if sides else ()
+    yield from ({"side": name, "ok": True, "not_run": reason} for name, reason in NOT_RUN.items())
+
+
+def timed(sides: list[Side], models: Path, folder: Path) -> Iterator[dict[str, Any]]:
+    """Rows of one model. Engines that fail to start are left out."""
     with ExitStack() as stack:
         servers = {
             side: stack.enter_context(Server(str(side), side.options(models), side.environment, folder, LIMIT))
             for side in sides
         }
-        up = []
-        for side, server in servers.items():
+        for side, server in [*servers.items()]:
             try:
                 server.wait()
-                up.append(side)
             except EngineFailedError as error:
+                del servers[side]
                 yield {"side": str(side), "ok": False, "not_run": str(error)}
         wait_for_idle_gpus()
-
-        def timed(model: str) -> list[dict[str, Any]]:
-            together = {side: servers[side] for side in up if side.model == model}
-            return [row for batch in STEPS for row in in_turn(together, batch)]
-
-        with ThreadPoolExecutor(max(1, torch.cuda.device_count())) as pool:
-            for done in as_completed([pool.submit(timed, model) for model in LAYERS]):
-                yield from done.result()
-    yield from ({"side": name, "ok": True, "not_run": reason} for name, reason in NOT_RUN.items())
+        for batch in STEPS:
+            yield from in_turn(servers, batch)
 
 
 def wait_for_idle_gpus() -> None:
