@@ -280,6 +280,18 @@ def judge(change: Change, seconds: float, share: str = "") -> Verdict:
     """Run the suite on a change, in a process of its own."""
     if how := change.equivalence():
         return Verdict(change, "equivalent", how)
+    return Verdict(change, *_apart(change, seconds, share))
+
+
+def check_unchanged(seconds: float = 20) -> None:
+    """Raises `SystemExit` where a case fails, or the suite can't be imported, without a change: all would be killed."""
+    outcome, by = _apart(Change("spec_metadata/visibility.py", 1, 0, "", ""), seconds, "")
+    if outcome == "killed":
+        raise SystemExit(f"without a change the suite says: {by}")
+
+
+def _apart(change: Change, seconds: float, share: str) -> tuple[str, str]:
+    """Outcome, and what by, of `_run` in a process of its own."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -290,8 +302,9 @@ def judge(change: Change, seconds: float, share: str = "") -> Verdict:
             process.kill()
             process.join()
     if process.exitcode in (-signal.SIGKILL, -signal.SIGXCPU):
-        return Verdict(change, "killed", "it does not end")
-    return Verdict(change, *(ours.recv() if ours.poll() else ("killed", f"exit code {process.exitcode}")))
+        return "killed", "it does not end"
+    outcome: tuple[str, str] = ours.recv() if ours.poll() else ("killed", f"exit code {process.exitcode}")
+    return outcome
 
 
 def _run(
@@ -351,6 +364,7 @@ def main() -> int:
     parser.add_argument("--share", default="", help="such as 2/4: the second of every four cases (default: all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    check_unchanged()
     counts: Counter[str] = Counter()
     every = drawn(args.changes, args.seed, args.files)
     earlier = [verdict for change in every if args.known and (verdict := known(args.known, change, args.share))]

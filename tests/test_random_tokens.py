@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 
 from tests import random_tokens
 from tests.random_tokens import FILES, Change, Verdict, changes, drawn, known
@@ -76,3 +78,10 @@ def test_what_earlier_runs_killed_or_let_pass_whole_is_known(tmp_path):
     assert [known(file, change) for change in (one, two, three, four)] == [*told[:2], None, None]
     assert [known(file, change, "2/4") for change in (one, two, three, four)] == [told[0], None, None, told[3]]
     assert known(tmp_path / "none.txt", one) is None
+
+
+def test_nothing_is_judged_where_the_suite_fails_without_a_change():
+    broken = "from tests import random_tokens as rt; rt._first_failure = lambda *_: 1 / 0; rt.check_unchanged()"
+    ended = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.strip() == "without a change the suite says: ZeroDivisionError: division by zero"

@@ -8,11 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_backends.kernels.triton_packed import pack, unpack
 from attn_backends.kernels.work_operators import TRIES
 
 assert TRIES == 8, "`chunk_of` tries twice four"
 
-_BITS = tl.constexpr(15)  # of a count of tiles, of items or of partial results: there are fewer than 2 ** 15
+COUNT_BITS = tl.constexpr(15)  # of a count of tiles, of items or of partial results: there are fewer than 2 ** 15
 _MOST = tl.constexpr(2**15 - 1)
 
 
@@ -54,18 +55,6 @@ def _blocks(batch, held, begin, SIZE: tl.constexpr, CAUSAL: tl.constexpr, KEYS: 
 
 
 @triton.jit
-def pack(high, middle, low):
-    """Three counts in one number. high: of any size."""
-    return (high.to(tl.int64) << 2 * _BITS) + (middle.to(tl.int64) << _BITS) + low
-
-
-@triton.jit
-def unpack(packed):
-    """The three of `pack`, or the sums of each."""
-    return (packed >> 2 * _BITS).to(tl.int32), ((packed >> _BITS) & _MOST).to(tl.int32), (packed & _MOST).to(tl.int32)
-
-
-@triton.jit
 def _left(blocks, is_real, chunk):
     """Whether something of tiles is left beside whole chunks; all of one without keys, whose rows are written too."""
     return (is_real & ((blocks % chunk != 0) | (blocks == 0))).to(tl.int64)
@@ -76,7 +65,7 @@ def _left_by_four(blocks, is_real, chunk):
     """How many tiles have something left, of four chunks, each a block longer, in one number."""
     packed = _left(blocks, is_real, chunk)
     for i in tl.static_range(1, 4):
-        packed += _left(blocks, is_real, chunk + i) << i * _BITS
+        packed += _left(blocks, is_real, chunk + i) << i * COUNT_BITS
     return tl.sum(packed, axis=0)
 
 
@@ -84,7 +73,7 @@ def _left_by_four(blocks, is_real, chunk):
 def _shortest(found, chunk, left, total, num_clusters, COST: tl.constexpr):
     """The first of four chunks that fits, if it is shorter than one that was found. left: as of `_left_by_four`."""
     for i in tl.static_range(4):
-        num_left = ((left >> i * _BITS) & _MOST).to(tl.int32)
+        num_left = ((left >> i * COUNT_BITS) & _MOST).to(tl.int32)
         fits = total + COST * num_left <= num_clusters * (chunk + i)
         found = tl.where(fits, tl.minimum(found, chunk + i), found)
     return found
@@ -106,7 +95,7 @@ def chunk_of(
     total, num_tiles, longest = 0, 0, 0
     for begin in range(0, slots, SLOTS):
         blocks, is_real = _blocks(batch, held, begin, SIZE, CAUSAL, KEYS, SLOTS)
-        more, _, tiles = unpack(tl.sum(pack(blocks, 0 * blocks, is_real), axis=0))
+        more, _, tiles = unpack(tl.sum(pack(blocks, 0 * blocks, is_real, COUNT_BITS), axis=0), COUNT_BITS)
         total, num_tiles, longest = total + more, num_tiles + tiles, tl.maximum(longest, tl.max(blocks, axis=0))
     few = tl.where(total <= num_clusters, 1, 0)  # blocks than clusters: many pieces cost more to merge than they save
     floor = 1 + few * ((4 * total > num_clusters).to(tl.int32) + (2 * total > num_clusters).to(tl.int32))
@@ -142,8 +131,8 @@ def cut_of(
         blocks, is_real = _blocks(batch, held, begin, SIZE, CAUSAL, KEYS, SLOTS)
         whole, left = blocks // chunk, blocks % chunk
         pieces = tl.where(blocks > chunk, whole + (left > 0).to(tl.int32), 0)
-        packed = tl.sum(pack(pieces, whole, _left(blocks, is_real, chunk)), axis=0)
-        more_pieces, more_chunks, more_left = unpack(packed)
+        packed = tl.sum(pack(pieces, whole, _left(blocks, is_real, chunk), COUNT_BITS), axis=0)
+        more_pieces, more_chunks, more_left = unpack(packed, COUNT_BITS)
         num_chunks, num_left, split = num_chunks + more_chunks, num_left + more_left, split + more_pieces
         longest = tl.maximum(longest, tl.max(left, axis=0))
     spare = num_clusters - num_chunks

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.triton_launch import Launch, opaque, unspecialized
-from attn_backends.kernels.triton_step import copy_mask, number, slots_at
+from attn_backends.kernels.triton_requests import number
+from attn_backends.kernels.triton_step import copy_mask, slots_at
 from attn_backends.kernels.triton_widths import fitted_rows
 from spec_metadata import BlockTable, BoundedQuery, Step, StepKind
 from spec_metadata.query import packed_starts

@@ -46,7 +46,7 @@ Numbers = TypeVar("Numbers", bound=tuple[int, ...])
 @lru_cache(maxsize=1024, typed=True)
 def opaque(numbers: Numbers) -> Numbers:
     """A named tuple of numbers below 30 bits, encoded so that none is 1 or a multiple of 16, on which Triton
-    specialises; kernels decode each with `triton_step.number`.
+    specialises; kernels decode each with `triton_requests.number`.
     """
     make: Callable[..., Numbers] = type(numbers)
     return make(*[2 * each + 3 for each in numbers])

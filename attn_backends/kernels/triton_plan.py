@@ -22,20 +22,16 @@ from torch import Tensor
 
 from attn_backends.kernels.plan_operators import StepInputs
 from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
+from attn_backends.kernels.triton_requests import cut_of, number, request_at, requests_at, visible_keys
 from attn_backends.kernels.triton_share_out import constants, share_blocks
 from attn_backends.kernels.triton_step import (
     StepSizes,
     arguments_of,
-    cut_of,
     given_slots,
-    number,
     page_ids,
     page_row,
-    request_at,
-    requests_at,
     step_sizes,
     store_step,
-    visible_keys,
 )
 
 BLOCK_PAGES = 1024
@@ -196,7 +192,7 @@ def _plan_pages(
     REQUESTS: tl.constexpr,
 ):
     """A request, the ends, or a share-out. parts, splits, marks: of all forwards, None where none is asked for."""
-    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, REQUESTS)
+    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, tl.program_id(0), REQUESTS)
     given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, widths, cut, captured, bound)
     outputs = (starts, page_starts, lens, pages, write_slots, step, sizes)
     if parts is None:

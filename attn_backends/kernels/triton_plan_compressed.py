@@ -20,22 +20,19 @@ from torch import Tensor
 from attn_backends.kernels.plan_operators import StepInputs
 from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
 from attn_backends.kernels.triton_plan_entries import Entries, plan_made, plan_row, sizes_of
+from attn_backends.kernels.triton_requests import cut_of, number, request_at, visible_keys
 from attn_backends.kernels.triton_step import (
     arguments_of,
-    cut_of,
     given_slots,
     is_aligned,
-    number,
     page_ids,
     page_row,
-    request_at,
     step_sizes,
     store_step,
-    visible_keys,
 )
 
 _BLOCK = 128
-_MOST_PROGRAMS = 2048
+_MOST_PROGRAMS, _MOST_RAGGED = 2048, 512  # each of a ragged step looks at all widths
 
 
 class WindowSizes(NamedTuple):
@@ -165,7 +162,7 @@ def _plan_compressed(
 
     A request's programs are as many parts for its rows and for the entries of each ratio.
     """
-    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, BLOCK)
+    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, tl.program_id(0), BLOCK)
     request, forward, num_parts = tl.program_id(0), tl.program_id(2), tl.num_programs(1) // (NUM_RATIOS + 1)
     part, role, num_forwards = tl.program_id(1) % num_parts, tl.program_id(1) // num_parts, number(step.num_forwards)
     given = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound)
@@ -219,7 +216,8 @@ def plan_compressed(
     sizes = tuple(sizes_of(each, over_read, *how) for each, how in zip(entries, compressions, strict=True))
     given, variant = arguments_of(inputs)
     aligned = tuple(is_aligned(tensor) for each in entries for tensor in each)
-    most = max(1, _MOST_PROGRAMS // ((bs + 1) * max(num_forwards, 1)))
+    most_programs = _MOST_PROGRAMS if inputs.widths is None else _MOST_RAGGED
+    most = max(1, most_programs // ((bs + 1) * max(num_forwards, 1)))
     grid = (bs + 1, min(width, most) * (len(entries) + 1), max(num_forwards, 1))
     rest = (step, opaque(WindowSizes(*windows, *strides)), tuple(entries), sizes)
     arguments = (*given, *outputs, *rest, len(entries), _BLOCK)

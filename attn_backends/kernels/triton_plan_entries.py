@@ -9,13 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.triton_launch import opaque
-from attn_backends.kernels.triton_step import (
-    given_slots,
-    number,
-    page_ids,
-    requests_at,
-    visible_keys,
-)
+from attn_backends.kernels.triton_requests import number, requests_at, visible_keys
+from attn_backends.kernels.triton_step import given_slots, page_ids
 
 
 class Entries(NamedTuple):

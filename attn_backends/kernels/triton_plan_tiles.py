@@ -20,13 +20,8 @@ from attn_backends.kernels.plan_operators import StepInputs
 from attn_backends.kernels.tile_sizes import TileSizes
 from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
 from attn_backends.kernels.triton_plan import plan_request
-from attn_backends.kernels.triton_step import (
-    arguments_of,
-    cut_of,
-    number,
-    requests_at,
-    visible_keys,
-)
+from attn_backends.kernels.triton_requests import cut_of, number, requests_at, visible_keys
+from attn_backends.kernels.triton_step import arguments_of
 
 _REQUESTS = 256  # of a block
 
@@ -120,7 +115,7 @@ def _plan_and_split(
     REQUESTS: tl.constexpr,
 ):
     """A request, or the ends; after these, the words of a forward each."""
-    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, REQUESTS)
+    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, tl.program_id(0), REQUESTS)
     forward = tl.program_id(0) - number(step.bs) - 1
     if forward < 0:
         given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, widths, cut, captured, bound)

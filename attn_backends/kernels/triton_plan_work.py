@@ -18,13 +18,8 @@ from attn_backends.kernels import triton_plan
 from attn_backends.kernels.plan_operators import StepInputs
 from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
 from attn_backends.kernels.triton_plan import plan_request
-from attn_backends.kernels.triton_step import (
-    arguments_of,
-    cut_of,
-    number,
-    requests_at,
-    visible_keys,
-)
+from attn_backends.kernels.triton_requests import cut_of, number, requests_at, visible_keys
+from attn_backends.kernels.triton_step import arguments_of
 from attn_backends.kernels.triton_work import constants_of, num_warps, sizes_of, write_lists
 from attn_backends.kernels.work_operators import WorkLists
 
@@ -90,7 +85,7 @@ def _plan_and_list(
     BLOCKS: tl.constexpr,
 ):
     """A request, or the ends; in the last program, the lists."""
-    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, SLOTS)
+    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, tl.program_id(0), SLOTS)
     if tl.program_id(0) <= number(step.bs):
         given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, widths, cut, captured, bound)
         plan_request(*given, starts, page_starts, lens, pages, write_slots, step, sizes, PAGES, SLOTS)

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_backends.kernels.triton_cuts import block_of_tiles, chunk_of, cut_of, pack, tiles_of, unpack
+from attn_backends.kernels.triton_cuts import COUNT_BITS, block_of_tiles, chunk_of, cut_of, tiles_of
 from attn_backends.kernels.triton_launch import Launch, unspecialized
+from attn_backends.kernels.triton_packed import pack, unpack
 from attn_backends.kernels.work_operators import BLOCK_KEYS, OVERHEAD, WorkLists, num_slots, spare_rows
 
 _MOST_SLOTS = 1024  # of a block
@@ -25,8 +26,8 @@ _MOST_SLOTS = 1024  # of a block
 @triton.jit
 def _before(high, low, high_before, low_before):
     """Sums of all earlier elements of two counts, and of those before them."""
-    packed = pack(high, 0 * low, low)
-    more_high, _, more_low = unpack(tl.cumsum(packed, axis=0) - packed)
+    packed = pack(high, 0 * low, low, COUNT_BITS)
+    more_high, _, more_low = unpack(tl.cumsum(packed, axis=0) - packed, COUNT_BITS)
     return high_before + more_high, low_before + more_low
 
 
@@ -163,7 +164,9 @@ def write_lists(
             batch, items, item_stride, work_indptr, num_clusters, tiles, cut, before, SIZE, KEYS, COST
         )
         _list_merges(merges, merge_stride, num_blocks, pieces, partial, partials, row, num_rows, SIZE)
-        more, more_items, more_partials = unpack(tl.sum(pack(taken, left_items, partials), axis=0))
+        more, more_items, more_partials = unpack(
+            tl.sum(pack(taken, left_items, partials, COUNT_BITS), axis=0), COUNT_BITS
+        )
         length, num_items, num_partials = length + more, num_items + more_items, num_partials + more_partials
         if not IS_BLOCK:
             num_whole += tl.sum(whole, axis=0)
