@@ -76,7 +76,6 @@ def _share_forward(
     given_starts,
     rows,
     widths,
-    cut,
     bound,
     lens,
     parts,
@@ -92,6 +91,7 @@ def _share_forward(
 ):
     """The share-out of a forward, by lengths that its one program writes, as those of its requests do."""
     n, lens, longer = number(step.bs), lens + forward * number(sizes.lens_stride), tl.zeros((), dtype=tl.int32)
+    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, 0, REQUESTS)
     source = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound)
     for begin in range(0, n, REQUESTS):
         request = begin + tl.arange(0, REQUESTS)
@@ -116,7 +116,6 @@ def plan_request(
     rows,
     tree_mask,
     widths,
-    cut,
     captured,
     bound,
     starts,
@@ -131,13 +130,13 @@ def plan_request(
 ):
     """All metadata of a request, or after the last one the ends.
 
-    cut: as of `cut_of`. starts, page_starts: of query rows and of page lists, None if the form has none. pages: a row
+    starts, page_starts: of query rows and of page lists, None if the form has none. pages: a row
     of them a request.
     """
     request, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     is_request, num_lens = request < number(step.bs), number(sizes.num_lens)
-    given = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound)
-    real, committed, begin, num_rows = request_at(*given, request, REQUESTS)
+    given = (seq_lens, num_real, given_starts, rows, widths, step, bound)
+    real, committed, begin, num_rows, cut = request_at(*given, request, REQUESTS)
     live = tl.cdiv(visible_keys(committed, real, num_rows, step, request, num_lens - 1), number(step.page_size))
     into = pages + request.to(tl.int64) * number(sizes.pages_stride)
     end = tl.minimum(live, number(sizes.num_columns))
@@ -192,8 +191,7 @@ def _plan_pages(
     REQUESTS: tl.constexpr,
 ):
     """A request, the ends, or a share-out. parts, splits, marks: of all forwards, None where none is asked for."""
-    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, tl.program_id(0), REQUESTS)
-    given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, widths, cut, captured, bound)
+    given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, widths, captured, bound)
     outputs = (starts, page_starts, lens, pages, write_slots, step, sizes)
     if parts is None:
         plan_request(*given, *outputs, BLOCK, REQUESTS)
@@ -202,7 +200,7 @@ def _plan_pages(
         if forward < 0:
             plan_request(*given, *outputs, BLOCK, REQUESTS)
         elif tl.program_id(1) == 0:
-            read = (seq_lens, num_real, given_starts, rows, widths, cut, bound, lens, parts, splits, marks, step, sizes)
+            read = (seq_lens, num_real, given_starts, rows, widths, bound, lens, parts, splits, marks, step, sizes)
             _share_forward(*read, forward, PARTS, KEYS, COST, REQUESTS)
 
 

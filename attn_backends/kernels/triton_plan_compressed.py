@@ -20,7 +20,7 @@ from torch import Tensor
 from attn_backends.kernels.plan_operators import StepInputs
 from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
 from attn_backends.kernels.triton_plan_entries import Entries, plan_made, plan_row, sizes_of
-from attn_backends.kernels.triton_requests import cut_of, number, request_at, visible_keys
+from attn_backends.kernels.triton_requests import number, request_at, visible_keys
 from attn_backends.kernels.triton_step import (
     arguments_of,
     given_slots,
@@ -32,7 +32,7 @@ from attn_backends.kernels.triton_step import (
 )
 
 _BLOCK = 128
-_MOST_PROGRAMS, _MOST_RAGGED = 2048, 512  # each of a ragged step looks at all widths
+_MOST_PROGRAMS, _MOST_RAGGED = 2048, 320  # each of a ragged step looks at all widths
 
 
 class WindowSizes(NamedTuple):
@@ -162,11 +162,10 @@ def _plan_compressed(
 
     A request's programs are as many parts for its rows and for the entries of each ratio.
     """
-    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, tl.program_id(0), BLOCK)
     request, forward, num_parts = tl.program_id(0), tl.program_id(2), tl.num_programs(1) // (NUM_RATIOS + 1)
     part, role, num_forwards = tl.program_id(1) % num_parts, tl.program_id(1) // num_parts, number(step.num_forwards)
-    given = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound)
-    real, committed, begin, count = request_at(*given, request, BLOCK)
+    given = (seq_lens, num_real, given_starts, rows, widths, step, bound)
+    real, committed, begin, count, cut = request_at(*given, request, BLOCK)
     row = page_row(table, rows, real, step, bound, request)
     if (forward == 0) & (role == 0):
         if captured is not None:

@@ -57,7 +57,6 @@ def _write_words(
     given_starts,
     rows,
     widths,
-    cut,
     bound,
     words,
     step,
@@ -67,6 +66,7 @@ def _write_words(
 ):
     """The words of a forward: kinds of them one after the other, a run of `stride` each, then the counter of tiles."""
     n, stride, total = number(step.bs), number(tiles.stride), tl.zeros((REQUESTS,), dtype=tl.int32)
+    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, 0, REQUESTS)
     of_step, longer = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound, tiles), tl.zeros((), tl.int32)
     for begin in range(0, n, REQUESTS):
         num_rows, blocks, longer = _rows_and_blocks(*of_step, begin + tl.arange(0, REQUESTS), forward, longer)
@@ -115,13 +115,12 @@ def _plan_and_split(
     REQUESTS: tl.constexpr,
 ):
     """A request, or the ends; after these, the words of a forward each."""
-    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, tl.program_id(0), REQUESTS)
     forward = tl.program_id(0) - number(step.bs) - 1
     if forward < 0:
-        given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, widths, cut, captured, bound)
+        given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, widths, captured, bound)
         plan_request(*given, starts, page_starts, lens, pages, write_slots, step, sizes, PAGES, REQUESTS)
     elif tl.program_id(1) == 0:
-        of_step, into = (seq_lens, num_real, given_starts, rows, widths, cut, bound), words + forward * words_stride
+        of_step, into = (seq_lens, num_real, given_starts, rows, widths, bound), words + forward * words_stride
         _write_words(*of_step, into, step, tiles, forward, REQUESTS)
 
 

@@ -31,7 +31,6 @@ def _write_rows(
     given_starts,
     rows,
     widths,
-    cut,
     bound,
     starts,
     page_starts,
@@ -42,6 +41,7 @@ def _write_rows(
 ):
     """Rows and lengths of all requests, by one program."""
     n, row, longer = number(step.bs), tl.zeros((), dtype=tl.int32), tl.zeros((), dtype=tl.int32)
+    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, 0, BLOCK)
     source = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound)
     for begin in range(0, n + 1, BLOCK):
         request = begin + tl.arange(0, BLOCK)
@@ -85,12 +85,11 @@ def _plan_and_list(
     BLOCKS: tl.constexpr,
 ):
     """A request, or the ends; in the last program, the lists."""
-    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, tl.program_id(0), SLOTS)
     if tl.program_id(0) <= number(step.bs):
-        given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, widths, cut, captured, bound)
+        given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, widths, captured, bound)
         plan_request(*given, starts, page_starts, lens, pages, write_slots, step, sizes, PAGES, SLOTS)
     elif tl.program_id(1) == 0:
-        of_step = (seq_lens, num_real, given_starts, rows, widths, cut, bound)
+        of_step = (seq_lens, num_real, given_starts, rows, widths, bound)
         _write_rows(*of_step, starts, page_starts, lens, step, sizes, SLOTS)
         tl.debug_barrier()  # they are there for all threads
         n, slots, steps = number(lists.n), number(lists.slots), number(lists.steps)

@@ -53,14 +53,14 @@ def _is_real(seq_lens, num_real, given_starts, rows, step, bound, request):
 @triton.jit
 def _committed_tokens(seq_lens, widths, real, step, bound, request):
     """Committed tokens of requests; 0 from `bs` on, and of a bound step where they are not real."""
-    live = request < number(step.bs) if widths is None else real
+    live = request < (number(step.bs) if widths is None else number(bound.num_requests))
     given = tl.load(seq_lens + request * number(step.seq_stride), mask=live, other=0)
     if bound is None:
         return given.to(tl.int32)
     else:
         included = number(bound.included)
         if widths is not None:
-            included *= tl.load(widths + request * number(bound.widths_stride), mask=real, other=0).to(tl.int64)
+            included *= tl.load(widths + request * number(bound.widths_stride), mask=live, other=0).to(tl.int64)
         within = tl.maximum(given.to(tl.int64) - included, 0)
         return tl.where(real, tl.minimum(within, number(bound.most)), 0).to(tl.int32)
 
@@ -106,22 +106,26 @@ def _with_padding(row, request, step, bound):
 
 
 @triton.jit
-def request_at(seq_lens, num_real, given_starts, rows, widths, cut, step, bound, request, BLOCK: tl.constexpr):
+def request_at(seq_lens, num_real, given_starts, rows, widths, step, bound, request, BLOCK: tl.constexpr):
     """A request: whether it is real, committed tokens, its first query row and how many it has; from `bs` on the ends.
-    given_starts: of a packed query that is not bound, else None. cut: as of `cut_of`.
+    Then the cut, as of `cut_of`, whose sums wait for all threads: what a request reads of its own is on its way before.
+    given_starts: of a packed query that is not bound, else None.
     """
+    real = _is_real(seq_lens, num_real, given_starts, rows, step, bound, request)
+    committed = _committed_tokens(seq_lens, widths, real, step, bound, request)
     if widths is None:
-        real = _is_real(seq_lens, num_real, given_starts, rows, step, bound, request)
+        cut = cut_of(seq_lens, num_real, rows, widths, step, bound, request, BLOCK)
         begin, end = _first_row(given_starts, step, request), _first_row(given_starts, step, request + 1)
     else:
+        stride, width = number(bound.widths_stride), number(step.width)
+        own = rows_wanted(widths, stride, request, tl.where(real, request + 1, 0), width)
+        cut = cut_of(seq_lens, num_real, rows, widths, step, bound, request, BLOCK)
         count, depth, left, _, begin = cut
-        stride, width, real = number(bound.widths_stride), number(step.width), request < count
-        end = begin + rows_wanted(widths, stride, request, count, width)
+        end = begin + own
         if depth < width:
             begin, end = row_range(widths, stride, count, width, depth, left, request, BLOCK)
         begin, end = _with_padding(begin, request, step, bound), _with_padding(end, request + 1, step, bound)
-    committed = _committed_tokens(seq_lens, widths, real, step, bound, request)
-    return real, committed, begin, end - begin
+    return real, committed, begin, end - begin, cut
 
 
 @triton.jit
