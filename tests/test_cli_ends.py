@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from attn_backends import results
+from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cli import main
 from attn_backends.conformance import Report
 from attn_backends.conformance.matrix import main as write_matrix
@@ -25,6 +26,23 @@ from tests.gpu_results import is_done
 ROOT = Path(__file__).parent.parent
 LONG = ("conformance", "fa3", "--kernel", "torch")
 DEADLINE = 120
+
+
+class Raising(FA3Backend):
+    """A backend whose author made a mistake."""
+
+    name = "raising"
+
+    def write(self, step, buffers):
+        raise ValueError("no row\nis free")
+
+
+@pytest.mark.parametrize("command", ["explain NAME", "demo --backend NAME", "generate --backend NAME --prompt x"])
+def test_an_error_of_a_backend_is_one_line_that_names_its_place(command, capsys):
+    """And no failed comparison, which 1 would mean."""
+    assert main(command.replace("NAME", f"{__name__}:Raising").split()) == 2
+    place = rf"test_cli_ends\.py:{Raising.write.__code__.co_firstlineno + 1} in write"
+    assert re.fullmatch(rf"error: ValueError: no row is free; raised at {place}\n", capsys.readouterr().err)
 
 
 @pytest.fixture(autouse=True, scope="module")

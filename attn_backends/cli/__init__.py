@@ -97,7 +97,9 @@ def run_command(program: str, command: Command, words: Sequence[str]) -> int:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """The exit code of what runs, as `main` has it; an error that ends it is reported in one line."""
+    """The exit code of what runs, as `main` has it; an error that ends it is reported in one line, with the place that
+    raised it if it is none of the library's own.
+    """
     try:
         try:
             return run()
@@ -110,16 +112,17 @@ def guarded(run: Callable[[], int]) -> int:
     except BrokenPipeError:
         _drop_output()
         return CLOSED
-    except (AttnBackendsError, InvalidStepError) as error:
-        _tell("[bold red]error[/]", error)
-        return 2
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _drop_output()
-        _tell(
-            "[bold red]error[/]", OSError(f"{error.filename or 'standard output'} can't be written: no space is left")
-        )
+    except Exception as error:
+        what, told = "[bold red]error[/]", error
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _drop_output()
+            told = OSError(f"{error.filename or 'standard output'} can't be written: no space is left")
+        elif not isinstance(error, (AttnBackendsError, InvalidStepError)):
+            from attn_backends.conformance.running import place
+
+            what = f"{what}: {type(error).__name__}"
+            told.add_note(f"raised at {place(error)}")
+        _tell(what, told)
         return 2
 
 
@@ -166,7 +169,7 @@ def _tell(what: str, error: BaseException) -> None:
 
     from attn_backends.cli.consoles import error_console
 
-    words = "; ".join(filter(None, [str(error), *getattr(error, "__notes__", ())]))
+    words = " ".join("; ".join(filter(None, [str(error), *getattr(error, "__notes__", ())])).splitlines())
     with suppress(OSError):
         error_console().print(": ".join(filter(None, (what, escape(words)))), soft_wrap=True)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-import attn_backends
-import spec_metadata
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, CheckFailure, Measured, Subject, group_of
 from attn_backends.conformance.failures import lost_refusals
@@ -18,7 +17,8 @@ from attn_backends.errors import AttnBackendsError, ConfigError, PlanError
 from spec_metadata import InvalidStepError
 
 _TORCH = Path(torch.__file__).parent
-_OURS = {Path(folder) for package in (attn_backends, spec_metadata) for folder in package.__path__}
+_PACKAGES = filter(None, map(find_spec, ("attn_backends", "spec_metadata", "attn_backends_reference")))
+_OURS = {Path(folder) for package in _PACKAGES for folder in package.submodule_search_locations or ()}
 
 
 def run_case(subject: Subject, case: Case) -> Row:
@@ -34,11 +34,11 @@ def run_case(subject: Subject, case: Case) -> Row:
         if group_of(case.check) == "refusals":
             reason += lost_refusals(subject)
     except AssertionError as failure:
-        status, reason = Outcome.FAIL, f"{str(failure) or 'an assertion failed'} ({_place(failure)})"
+        status, reason = Outcome.FAIL, f"{str(failure) or 'an assertion failed'} ({place(failure)})"
     except (AttnBackendsError, InvalidStepError) as refusal:
         status, reason = Outcome.FAIL, f"declared, yet refused: {refusal}"
     except Exception as error:
-        status, reason = Outcome.ERROR, f"{type(error).__name__}: {error} ({_place(error)})"
+        status, reason = Outcome.ERROR, f"{type(error).__name__}: {error} ({place(error)})"
     if measured.refusal:
         status, reason = Outcome.REFUSED, measured.refusal
     ms = round((time.perf_counter() - start) * 1e3, 1)
@@ -56,8 +56,8 @@ def run_case(subject: Subject, case: Case) -> Row:
     )
 
 
-def _place(error: Exception) -> str:
-    """Where an error was raised, without folders: the innermost place outside of torch, and of this library if any."""
+def place(error: Exception) -> str:
+    """The innermost place that raised an error outside of torch, and outside of this library if there is one."""
     frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
     frames = [found for found in frames if _TORCH not in found[0].parents]
     path, frame = ([found for found in frames if not _OURS.intersection(found[0].parents)] or frames)[-1]
