@@ -274,6 +274,27 @@ def test_the_wrong_rows_of_a_conformance_case_are_marked():
     assert all("does not see slot" in row.faults[0] for row in wrong)
 
 
+class TailPlanned(FA3Backend):
+    """Takes the engine's page table as it is, with what lies past the requests' pages."""
+
+    kernels = (RIGHT,)
+
+    def write(self, step, buffers):
+        super().write(step, buffers)
+        buffers["page_table"].copy_(step.paging.pages(buffers["page_table"].shape[1]))
+
+
+@pytest.mark.parametrize(
+    "case", [Case("poison.table_tail", "decode", lens=(17, 3)), replace(CASES[5], check="poison.planned_tails", lens=(3,))]
+)
+def test_pages_past_those_of_a_request_are_in_the_picture_of_their_check(case):
+    picture = case_picture(Subject(TailPlanned, "torch"), case)
+    assert not picture.is_right
+    assert re.match(r"page_table holds \[\d+, \d+\], declared \[0, \d+\)", picture.verdict)
+    assert [table.name for table in picture.buffers if table.is_marked] == ["page_table"]
+    assert case_picture(Subject(FA3Backend, "torch"), case).is_right
+
+
 def test_the_picture_of_a_compressed_case_has_its_entries():
     case = Case("compressed.edges", "target_verify", format="compressed", page_size=16, lens=(17, 3), layer="entries")
     picture = case_picture(Subject(get_backend("dsv4"), "torch"), case)
