@@ -42,6 +42,8 @@ from spec_metadata.visibility import (
     real_rows,
     token_positions,
     tree_part,
+    visible_pages,
+    write_pages,
     write_slots,
 )
 from spec_metadata.widths import confident_widths, fit_widths
@@ -112,5 +114,7 @@ __all__ = [
     "static_step",
     "token_positions",
     "tree_part",
+    "visible_pages",
+    "write_pages",
     "write_slots",
 ]

@@ -100,7 +100,9 @@ class RequestTable:
         return torch.where(inside, self.table[row, column].long(), self.geometry.reserved_slot)
 
     def pages(self, num_pages: int) -> Tensor:
-        """[bs, num_pages] int64: the leading pages of each request."""
+        """[bs, min(num_pages, pages of a row)] int64: the leading pages of each request's row. Those past the request's
+        own pages may be anything (`visible_pages`).
+        """
         page_size = self.geometry.page_size
         first_slots = self.table[:, : num_pages * page_size : page_size]
         return torch.div(first_slots.index_select(0, self.rows), page_size, rounding_mode="floor").long()
@@ -153,7 +155,9 @@ class BlockTable:
         return torch.where(inside == positions, slots, self.geometry.reserved_slot)
 
     def pages(self, num_pages: int) -> Tensor:
-        """[bs, num_pages] int64: the leading pages of each request."""
+        """[bs, min(num_pages, table.shape[1])] int64: the leading pages of each request's row. Those past the request's
+        own pages may be anything (`visible_pages`).
+        """
         return self.table[:, :num_pages].long()
 
     def static_input(self) -> Tensor:

@@ -287,7 +287,9 @@ def visible_pages(step: Step, dense: DensePart, max_pages: int) -> Tensor:
 
 
 def write_pages(step: Step, dense: DensePart, table: Tensor) -> None:
-    """Write the pages of each request's visible keys into a table [bs, max_pages or more], and leave the rest."""
+    """Write the pages of each request's visible keys into a table [bs, max_pages] of integers, and leave the rest, as a
+    shared table needs.
+    """
     if step.bs > 0:  # the table of an idle rank may be of any width
         live = leading(num_visible_pages(step, dense), table.shape[1])
         table.copy_(torch.where(live, step.paging.pages(table.shape[1]), table))
