@@ -126,7 +126,7 @@ ALIGNMENT = 256  # bytes, as torch aligns what it allocates at the least
 
 
 def aligned(num_bytes: int) -> int:
-    """Bytes that as many take of an allocation."""
+    """num_bytes rounded up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

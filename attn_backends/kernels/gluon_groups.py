@@ -38,7 +38,7 @@ NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """So many, each of which counts so many arrivals."""
+    """NUM barriers, each expecting COUNT arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(bars.index(i), count=COUNT)
@@ -56,7 +56,7 @@ def barriers_of_groups():
 
 @gluon.jit
 def halves(dtype: gl.constexpr, NUM: gl.constexpr):
-    """Shared memory of the left and right halves of 64 rows, so many times."""
+    """NUM stages of shared memory for the left and right halves of 64 rows."""
     left = gl.allocate_shared_memory(dtype, [NUM, 64, 256], TILE)
     return left, gl.allocate_shared_memory(dtype, [NUM, 64, 256], TILE)
 

@@ -125,7 +125,7 @@ def cut_of(
     COST: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """The cut of tiles, as `work_operators._Cut` after the chunk."""
+    """Returns `dealt`, `num_chunks` and `pieces` of `work_operators._Cut`."""
     num_chunks, num_left, longest, split = 0, 0, 0, 0
     for begin in range(0, slots, SLOTS):
         blocks, is_real = _blocks(batch, held, begin, SIZE, CAUSAL, KEYS, SLOTS)

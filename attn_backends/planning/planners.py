@@ -54,8 +54,8 @@ def choose_planner(owner: str, asked: str, device: torch.device, *, has_fused: b
 
 
 def bind_inputs(planner: Planner, static: Step) -> Callable[[Step], CopyInputs]:
-    """A step -> what fills a static step from raw inputs of that one's layout, padded; in one launch too where the
-    planner is fused.
+    """Returns a function of a step. It gives the function that copies the inputs of steps of that layout, padded, into
+    the static step; by a fused planner on a GPU in one launch.
     """
     if planner.is_fused and static.device.type == "cuda":
         from attn_backends.kernels import triton_inputs  # Triton is imported by those that run it

@@ -41,7 +41,7 @@ class Results:
         return INCOMPLETE not in self.own
 
     def as_incomplete(self) -> Results:
-        """The same of a run that has not come to its end."""
+        """The document, marked incomplete."""
         return replace(self, own={**self.own, INCOMPLETE: True})
 
     def to_json(self) -> str:

@@ -34,8 +34,8 @@ the query rows of a request. A cell is our kernel's time divided by the peer's: 
 speed: higher is better. Least and most are over all sizes that were measured, not only those shown.
 
 Roof is the largest share, at any size, of what the device's copy bandwidth and matrix products allow, measured in the
-same run. A kernel that mostly reads can beat a copy, which writes as much as it reads. A line without cells had no
-vendor's kernel to compare with, or is a second one of a vendor.
+same run. A kernel that mostly reads can beat a copy, which writes as much as it reads. Empty rows: no vendor
+kernel to compare, or a second vendor kernel.
 
 The docstring of each kernel says what limits it: [decode and
 verify](../attn_backends/kernels/triton_decode.py), [MLA on Hopper](../attn_backends/kernels/gluon_mla.py),

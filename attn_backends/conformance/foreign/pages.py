@@ -48,7 +48,7 @@ def copy_pages(source: Tensor, destination: Tensor, reserved: int) -> None:
 
 
 def leading_slots(pages: list[int], page_size: int, length: int) -> list[int]:
-    """The leading slots of pages; of those that the table has none of, nowhere."""
+    """The first `length` slots of pages; missing pages map to no slot (`NOWHERE`)."""
     slots = [page * page_size + offset for page in pages for offset in range(page_size)]
     return slots[:length] + [NOWHERE] * (length - len(slots))
 
