@@ -119,7 +119,7 @@ def test_a_malformed_case_says_all_that_is_wrong():
         (["fa3", "--kernel", "nonesuch"], "torch"),
         (["fa3", "--select", "nonesuch"], "math.*"),
         (["fa3", "--device", "abacus"], "cpu or cuda"),
-        (["fa3", "--case", "nonesuch.json"], "nonesuch.json"),
+        (["fa3", "--case", "nonesuch.json"], "error: --case nonesuch.json: No such file or directory"),
         (["fa3", "--config", "nonesuch.toml"], "nonesuch.toml"),
     ],
 )

@@ -164,7 +164,9 @@ def test_a_part_of_a_profile_claims_nothing():
 
 
 def test_what_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match=r"no profile 'chains'; there are chain \("):
+    with pytest.raises(
+        ConfigError, match=r"no profile 'chains'\. Did you mean 'chain'\? There are chain, chain-graph, "
+    ):
         Selection(profile="chains")
     with pytest.raises(ConfigError, match=rf"checks contract {CONTRACT}, not '1.0'.*docs/contract.md"):
         Selection(contract="1.0")

@@ -117,10 +117,8 @@ def read_case(given: str) -> Case:
     """The case of a file, or of JSON itself; `ConfigError` says what is wrong with it."""
     try:
         return Case.from_json(given if given.startswith("{") else Path(given).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--case {given}: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"--case {given}: {error}") from None
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"--case {given}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _num_cases(name: str, args: argparse.Namespace, selection: Selection) -> int:

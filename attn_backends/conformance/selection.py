@@ -36,8 +36,8 @@ class Selection:
 
     def __post_init__(self) -> None:
         if self.profile and self.profile not in PROFILES:
-            known = "; ".join(f"{profile.name} ({profile.about})" for profile in PROFILES.values())
-            raise ConfigError(f"there is no profile {self.profile!r}; there are {known}")
+            meant = closest_to(self.profile, [*PROFILES])
+            raise ConfigError(f"there is no profile {self.profile!r}{meant or '.'} There are {', '.join(PROFILES)}")
         if self.effort < 0:
             raise ConfigError(f"effort is a number of random cases of each group of checks, got {self.effort}")
         if self.contract != CONTRACT:
