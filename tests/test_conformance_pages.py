@@ -31,7 +31,7 @@ from attn_backends.conformance import (
 from attn_backends.conformance.failures import explained
 from attn_backends.conformance.matrix import main, page
 from attn_backends.conformance.profiles import PROFILES
-from attn_backends.conformance.report import write_html
+from attn_backends.conformance.report import html_page, write_html
 from attn_backends.conformance.runner import profile_cases_of
 from attn_backends.conformance.selection import QUICK_CASES, Selection
 from attn_backends.conformance.summary import joined, summary
@@ -81,7 +81,7 @@ class Tags(HTMLParser):
         self.links |= {values["href"]} if "href" in values else set()
         self.ids |= {"#" + values["id"]} if "id" in values else set()
         assert "src" not in values, "the page needs another file"
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -100,6 +100,13 @@ def test_the_html_report_is_whole_and_names_every_outcome_and_reason(tmp_path):
         assert f"why &lt;{outcome}&gt; &amp; so on" in text
     assert text.count(CASE.name) == len(Outcome) + 2  # in the cell's table, and what failed and broke above it
     assert CASE.in_words() in text
+
+
+def test_the_matrix_of_the_html_report_has_the_kernels_that_ran_and_breaks_no_word_of_them():
+    absent = replace(row(Outcome.NOT_RUN), kernel="sgl_kernel", case=None)
+    page = html_page(replace(REPORT, rows=(row(Outcome.PASS), absent)))
+    assert re.search("<th>what it holds</th>(.*?)</tr>", page)[1] == "<th>fa3/<wbr>torch</th>"
+    assert "th, td { overflow-wrap: normal }" in page
 
 
 def test_the_html_report_says_what_checks_hold_and_what_runs_a_case_again(tmp_path):

@@ -32,7 +32,7 @@ h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin-top: 
 table { border-collapse: collapse } th, td { border: 1px solid #ddd; padding: .25rem .6rem; text-align: left }
 th { background: #f5f5f5; font-weight: 600 } td { vertical-align: top } thead th { position: sticky; top: 0 }
 body { overflow-wrap: anywhere } code, pre { font: 13px/1.45 ui-monospace, monospace }
-pre { margin: .3rem 0; white-space: pre-wrap } td { overflow-wrap: normal }
+pre { margin: .3rem 0; white-space: pre-wrap } th, td { overflow-wrap: normal }
 a { text-decoration: none } details { margin: .3rem 0 } summary { cursor: pointer } .quiet { color: #757575 }
 .chip { border-radius: .6rem; color: #fff; display: inline-block; font-size: .85rem; margin: 1px; padding: 0 .55rem }
 @media (max-width: 48rem) {
@@ -77,7 +77,8 @@ def html_page(report: Report, names: Mapping[str, str] | None = None) -> str:
         "<h2>How fast</h2>",
         *_floors(of_report(report.floors)),
         "<h2>Checks and kernels</h2>",
-        "<p class=quiet>A coloured cell leads to its cases, and to the command that runs them again.</p>",
+        "<p class=quiet>A coloured cell leads to its cases, and to the command that runs them again. Kernels of which "
+        "nothing was run are listed below.</p>",
         *_matrix(cells),
         *(["<h2>Refused, expected and not run</h2>", *_reasons(listed)] if listed else []),
         "<h2>Cases</h2>",
@@ -137,11 +138,13 @@ def _floors(found: Sequence[Floor]) -> Iterable[str]:
 
 
 def _matrix(cells: Cells) -> Iterable[str]:
-    """Checks downward, kernels across."""
-    columns = distinct(column for _, column in cells)
-    titles = ["check", "what it holds", *map(escape, columns)]
+    """Checks downward, kernels across, but for those of which nothing was run."""
+    ran = [key for key, rows in cells.items() if any(row.status is not Outcome.NOT_RUN for row in rows)]
+    columns = distinct(column for _, column in ran)
+    names = (escape(column).replace("/", "/<wbr>").replace("_", "_<wbr>") for column in columns)  # broken there alone
+    titles = ["check", "what it holds", *names]
     yield f"<table><thead><tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr></thead>"
-    for check in distinct(check for check, _ in cells):
+    for check in distinct(check for check, column in cells if column in columns):
         keys = [(check, column) for column in columns]
         shown = [f'<a href="#{_anchor(key)}">{_chips(cells[key])}</a>' if key in cells else "" for key in keys]
         about = escape(CATALOGUE[check].about) if check in CATALOGUE else ""
