@@ -136,7 +136,7 @@ def compared() -> Iterator[Shadow]:
         result = forward(self, layer, q, k, v, kv_cache, given, **rest)
         if given is not None:
             rows = torch.cat((k, v), -1).to(self.cache_dtype)
-            shadow.check(layer, self.pages(kv_cache), kv_cache, given, q, rest["output"], rows)
+            shadow.check(layer, self.pages(layer), kv_cache, given, q, rest["output"], rows)
         return result
 
     def compared_store(self: Any, layer: Any, k: Any, v: Any, kv_cache: Any, slots: Any) -> None:
@@ -145,7 +145,7 @@ def compared() -> Iterator[Shadow]:
 
     def compared_mqa(self: Any, q: Any, kv_cache: Any, given: Any, layer: Any) -> Any:
         result = forward_mqa(self, q, kv_cache, given, layer)
-        shadow.check(layer, self.pages(kv_cache), kv_cache, given, torch.cat(q, dim=-1), result[0], None)
+        shadow.check(layer, self.pages(layer), kv_cache, given, torch.cat(q, dim=-1), result[0], None)
         return result
 
     patch.setattr(Builder, "_given", with_common)
