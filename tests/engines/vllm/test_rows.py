@@ -11,6 +11,7 @@ from tests.engines.vllm.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, Row, Run, pro
 from tests.engines.vllm.laws import assert_attended, check, wrong_drafts
 from tests.engines.vllm.recompute import NUM_PROMPTS, greedy_by_transformers, plain
 from tests.engines.vllm.rows import BOTH, EAGLE, FULL, QUICK, full_product, pairs
+from tests.engines.vllm.shadow import compared
 
 NONE_OF_OURS = r"layers\.0\.self_attn\.attn: 0 of .* prefill; .*layers\.4\.self_attn\.attn: 0 of \d+ target_verify"
 
@@ -18,6 +19,20 @@ NONE_OF_OURS = r"layers\.0\.self_attn\.attn: 0 of .* prefill; .*layers\.4\.self_
 @pytest.mark.parametrize("row", [*QUICK, EAGLE], ids=str)
 def test_row(row: Row, models: Path) -> None:
     check(row, models, NUM_PROMPTS)
+
+
+BATCHES = {
+    "16 rows of prompts where a graph has those of four verifies": (FULL, (3, 5, 4, 4)),
+    "a long prompt's last rows, fewer than a shorter prompt's": ("NONE", (3, 66, 54)),
+}
+
+
+@pytest.mark.parametrize("what", BATCHES)
+def test_a_batch_that_is_planned_by_its_own_lengths(what: str, models: Path) -> None:
+    graphs, lens = BATCHES[what]
+    with compared() as shadow:
+        run(Row("gqa", "ATTN_BACKENDS_FA3", graphs), models, [[7] * num for num in lens], 4, begin=shadow.begin)
+    assert shadow.compared["target layer, eagerly"]
 
 
 def test_the_quick_rows_have_every_pair_of_values() -> None:
