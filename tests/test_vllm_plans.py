@@ -18,8 +18,8 @@ from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cache import PagedKV
 from attn_backends.engines.vllm.attended import Attended, attended, counter, forget_attended
 from attn_backends.engines.vllm.plans import Plans
-from attn_backends.engines.vllm.refusals import config_reasons, kernel_reasons, layer_reasons
-from attn_backends.errors import UnsupportedStepError
+from attn_backends.engines.vllm.refusals import RUNNER, config_reasons, kernel_reasons, layer_reasons, refuse
+from attn_backends.errors import ConfigError, UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionLayer
 from attn_backends.planning.metadata import Metadata
@@ -291,6 +291,8 @@ def test_a_forward_is_counted_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> 
 def test_nothing_is_counted_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATTN_BACKENDS_COUNT", raising=False)
     assert counter("model.layers.0", "fa3", torch.device("cpu")) is None
+    with pytest.raises(ConfigError, match="ATTN_BACKENDS_COUNT is not set: set it to 1"):
+        attended()
 
 
 def test_what_a_layer_has_that_we_lack_is_named() -> None:
@@ -330,15 +332,19 @@ def config(**fields: object) -> SimpleNamespace:
     spec = drafts()
     phases = {f"{phase}_context_parallel_size": 1 for phase in ("decode", "prefill")}
     ranks = SimpleNamespace(pipeline_parallel_size=1, use_ubatching=False, **phases)
-    known = {"use_v2_model_runner": True, "speculative_config": spec, "parallel_config": ranks}
+    known = {"use_v2_model_runner": True, "speculative_config": spec, "parallel_config": ranks, "lora_config": None}
     known["model_config"] = SimpleNamespace(is_hybrid=False, is_diffusion=False)
     return SimpleNamespace(**known | fields)
 
 
-def test_engines_that_we_do_not_serve_are_named() -> None:
+def test_engines_that_we_do_not_serve_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config_reasons(None) == config_reasons(config()) == config_reasons(config(speculative_config=None)) == []
     assert config_reasons(config(model_config=None)) == []
-    assert "model runner V1" in config_reasons(config(use_v2_model_runner=False))[0]
+    assert config_reasons(config(lora_config=object())) == ["LoRA (enable_lora), which was not tested"]
+    for value, advice in ((None, "vLLM chose it itself, and its warning"), ("0", "unset VLLM_USE_V2_MODEL_RUNNER")):
+        monkeypatch.delenv(RUNNER, raising=False) if value is None else monkeypatch.setenv(RUNNER, value)
+        (reason,) = config_reasons(config(use_v2_model_runner=False))
+        assert f"model runner V1 ({advice}" in reason
     for blocks, wrong in ((True, []), (False, ["parallel drafting other than DFlash's and DSpark's"])):
         spec = drafts(blocks=blocks, parallel_drafting=True, attention_backend="ATTN_BACKENDS_FA3")
         assert config_reasons(config(speculative_config=spec)) == wrong
@@ -359,8 +365,10 @@ def test_kernels_are_asked_before_an_engine_is_built(monkeypatch: pytest.MonkeyP
     (reason,) = kernel_reasons(FA3Backend, cpu, Workload(16))
     assert "plans lengths on the host" in reason
     monkeypatch.setattr(FA3Backend, "kernels", (replace(torch_kernel, unavailable_reasons=lambda device: ["broken"]),))
-    assert kernel_reasons(FA3Backend, cpu, Workload(16)) == ["fa3 on cpu, prefill can't run here: torch: broken."]
+    assert kernel_reasons(FA3Backend, cpu, Workload(16)) == ["fa3 on cpu, prefill can't run here: torch: broken"]
     monkeypatch.setenv("ATTN_BACKENDS_KERNEL", "tritn")
     assert kernel_reasons(FA3Backend, cpu, Workload(16)) == [
-        "fa3 kernel 'tritn' can't run here: unknown name. It has torch."
+        "ATTN_BACKENDS_KERNEL=tritn: fa3 kernel 'tritn' can't run here: unknown name. It has torch"
     ]
+    with pytest.raises(UnsupportedStepError, match="Instead: another ATTN_BACKENDS_KERNEL or none, or another -"):
+        refuse("fa3", ["broken"])

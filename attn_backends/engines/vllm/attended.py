@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from attn_backends.errors import ConfigError
 from attn_backends.planning.metadata import ForwardMetadata
 from spec_metadata import StepKind
 
@@ -50,9 +51,12 @@ def counter(layer: str, backend: str, device: torch.device) -> Attended | None:
 
 def attended(worker: object = None) -> dict[str, dict[str, dict[str, object]]]:
     """Layer -> kind of step -> {"backend", "kernel", "forwards"}, of this process; waits for the device.
+    Raises `ConfigError` where nothing is counted.
 
     worker: not used; it lets `LLM.collective_rpc(attended)` call this in the engine's workers.
     """
+    if os.environ.get(SWITCH) != "1":
+        raise ConfigError(f"{SWITCH} is {os.environ.get(SWITCH, 'not set')}: set it to 1 before the engine is built")
     return {
         name: {
             str(kind): {"backend": layer.backend, "kernel": layer.kernels.get(kind, ""), "forwards": count}

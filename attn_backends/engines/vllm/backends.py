@@ -89,9 +89,22 @@ class _Registered(AttentionBackend):
         """Why an engine is refused, in our words; None if it isn't."""
         page_size = block_size or ANY_PAGE_SIZE
         device = torch.device(current_platform.device_type)
-        reasons = config_reasons(get_current_vllm_config_or_none())
+        reasons = cls._value_reasons(dtype, kv_cache_dtype, block_size)
+        reasons += config_reasons(get_current_vllm_config_or_none())
         reasons += kernel_reasons(cls.impl.library, device, Workload(page_size))
         return "; ".join(reasons) or None
+
+    @classmethod
+    def _value_reasons(cls, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None) -> list[str]:
+        """Values that would be taken, in place of which vLLM says only "not supported"."""
+        sizes = [f"multiples of {getattr(size, 'base', size)}" for size in cls.block_sizes]
+        is_cache = cls.supports_kv_cache_dtype(kv_cache_dtype)
+        takes: dict[str, tuple[bool, list[Any]]] = {
+            f"block_size {block_size}": (cls.supports_block_size(block_size), sizes),
+            f"dtype {dtype}": (cls.supports_dtype(dtype), cls.supported_dtypes),
+            f"kv_cache_dtype {kv_cache_dtype}": (is_cache, cls.supported_kv_cache_dtypes),
+        }
+        return [f"{name} (it takes {', '.join(map(str, known))})" for name, (ok, known) in takes.items() if not ok]
 
 
 def _library(backend: type[LibraryBackend], base: Any) -> Any:

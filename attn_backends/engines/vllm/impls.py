@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -39,20 +39,24 @@ class _Layer:
         self.layer = layer
         self.cache_dtype = torch.float8_e4m3fn if kv_cache_dtype.startswith("fp8") else dtype
         self._attended: Attended | None = None
-        self._pages: tuple[Hashable, PagedKV | PagedLatent] | None = None
+        self._pages: tuple[ref[Tensor], PagedKV | PagedLatent] | None = None
         self._is_ready = False
         workload = Workload(page_size_of(config), [layer], dtype, self.cache_dtype)
         reasons = reasons + config_reasons(config)
         reasons += kernel_reasons(self.library, torch.device(current_platform.device_type), workload)
         refuse(f"{self.library.name} in vLLM", reasons)
 
-    def pages(self, kv_cache: Tensor) -> PagedKV | PagedLatent:
-        """Views of a cache, made once for each that vLLM binds; of 8 bits it hands a new view of it to every call."""
-        place = kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride()
-        if self._pages is None or self._pages[0] != place:
-            typed = kv_cache if kv_cache.dtype is self.cache_dtype else kv_cache.view(self.cache_dtype)
-            self._pages = place, self.view(typed)
+    def pages(self, vllm_layer: Any) -> PagedKV | PagedLatent:
+        """Views of the cache of vLLM's layer, made once for each that it binds, and dropped where it drops that."""
+        cache = vllm_layer.kv_cache
+        if self._pages is None or self._pages[0]() is not cache:
+            alias = cache.detach()  # views of the cache itself would keep it
+            typed = alias if alias.dtype is self.cache_dtype else alias.view(self.cache_dtype)
+            self._pages = ref(cache, self._drop), self.view(typed)
         return self._pages[1]
+
+    def _drop(self, dead: ref[Tensor]) -> None:
+        self._pages = None
 
     @abstractmethod
     def view(self, kv_cache: Tensor) -> PagedKV | PagedLatent:
@@ -128,7 +132,7 @@ class GroupedQueryImpl(_Layer, AttentionImpl[GroupMetadata]):
         """
         if attn_metadata is None:
             return output.fill_(0)
-        backend, cache = attn_metadata.backend, self.pages(kv_cache)
+        backend, cache = attn_metadata.backend, self.pages(layer)
         for rows, meta in self.begin(layer, attn_metadata, query.device):
             backend.store(KeyValues(key[rows], value[rows]), cache, meta, self.layer)
             output[rows] = backend.forward(query[rows], cache, meta, self.layer).out
@@ -139,7 +143,7 @@ class GroupedQueryImpl(_Layer, AttentionImpl[GroupMetadata]):
     ) -> None:
         """Store rows that attend nowhere, as a block draft's context. Those of slot -1 go to vLLM's null block."""
         scales = self.scales_of(layer) if self.cache_dtype is torch.float8_e4m3fn else (1.0, 1.0)
-        self.pages(kv_cache).store(KeyValues(key, value), slot_mapping.clamp_min(0), *scales)
+        self.pages(layer).store(KeyValues(key, value), slot_mapping.clamp_min(0), *scales)
 
 
 class LatentImpl(_Layer, MLAAttentionImpl[GroupMetadata]):
@@ -195,7 +199,7 @@ class LatentImpl(_Layer, MLAAttentionImpl[GroupMetadata]):
         """Attend. q: [num_tokens, num_heads, rank + rope], or its two parts. Returns the output in the latent, and the
         log-sum-exp.
         """
-        backend, cache = attn_metadata.backend, self.pages(kv_c_and_k_pe_cache)
+        backend, cache = attn_metadata.backend, self.pages(layer)
         found = []
         for rows, meta in self.begin(layer, attn_metadata, kv_c_and_k_pe_cache.device):
             query = LatentQuery(*(part[rows] for part in q)) if isinstance(q, tuple) else q[rows]

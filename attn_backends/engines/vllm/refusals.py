@@ -20,6 +20,8 @@ ANY_PAGE_SIZE = 64
 KERNEL = "ATTN_BACKENDS_KERNEL"
 """The environment variable that names a kernel of the backends, for every step that it can run; else "auto"."""
 
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
 NO_NAME = "vLLM would choose one itself; name one, such as ATTN_BACKENDS_FA3"
 """Why a draft of blocks needs a name: vLLM hands the target's backend on to other drafts alone."""
 
@@ -41,7 +43,9 @@ def config_reasons(config: Any) -> list[str]:
         return []
     reasons = []
     if not config.use_v2_model_runner:
-        reasons.append("vLLM's model runner V1 (unset VLLM_USE_V2_MODEL_RUNNER; attn_backends serves V2 alone)")
+        is_asked = RUNNER in os.environ
+        why = f"unset {RUNNER}" if is_asked else "vLLM chose it itself, and its warning says for what"
+        reasons.append(f"vLLM's model runner V1 ({why}; attn_backends serves V2 alone)")
     spec = config.speculative_config
     if spec is not None and spec.parallel_drafting and not (spec.use_dflash() or spec.use_dspark()):
         reasons.append("parallel drafting other than DFlash's and DSpark's")
@@ -54,6 +58,8 @@ def config_reasons(config: Any) -> list[str]:
         reasons.append("layers that keep a state (Mamba, linear attention), which were not tested")
     if model is not None and model.is_diffusion:
         reasons.append("a diffusion model, some of whose rows see one another")
+    if config.lora_config is not None:
+        reasons.append("LoRA (enable_lora), which was not tested")
     if parallel.use_ubatching:
         reasons.append("microbatches (enable_dbo), which were not tested")
     if parallel.pipeline_parallel_size > 1:
@@ -72,7 +78,8 @@ def kernel_reasons(
     try:
         choices = choose_kernels(backend.name, backend.kernels, asked_kernel(), device, workload)
     except BackendUnavailableError as error:
-        return [str(error)]
+        asked = asked_kernel()
+        return [("" if asked == "auto" else f"{KERNEL}={asked}: ") + str(error).rstrip(".")]
     reasons: list[str] = []
     for kind in kinds:
         kernel = choices[kind].kernel
@@ -93,7 +100,8 @@ def takes_ragged_verifies(backend: type[AttentionBackend], device: torch.device,
 def refuse(what: str, reasons: list[str]) -> None:
     """Raise if there are reasons."""
     if reasons:
-        raise UnsupportedStepError(what, reasons, "another --attention-backend, such as vLLM's own")
+        kernel = "" if asked_kernel() == "auto" else f"another {KERNEL} or none, or "
+        raise UnsupportedStepError(what, reasons, f"{kernel}another --attention-backend, such as vLLM's own")
 
 
 def layer_reasons(

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_backends.backend import AttentionBackend
 from attn_backends.cache import PagedLatent
 from attn_backends.engines.vllm.builder import Builder, GroupMetadata
 from attn_backends.engines.vllm.impls import GroupedQueryImpl, LatentImpl
 from attn_backends.graphs import is_capturing, run_at_replays
+from spec_metadata import Step
 from tests.engines.vllm.engine import Row
 from tests.engines.vllm.plain import exact_attention
 
@@ -100,6 +102,13 @@ class Shadow:
         return all(torch.equal(typed[slot].float(), rows[row].float()) for row, slot in slots)
 
 
+def _rows(impl: Any, layer: Any, k: Tensor, v: Tensor) -> Tensor:
+    """What a layer is to store: of 8 bits, divided by vLLM's scales."""
+    if impl.cache_dtype is torch.float8_e4m3fn:
+        k, v = k / layer._k_scale_float, v / layer._v_scale_float
+    return torch.cat((k, v), -1).to(impl.cache_dtype)
+
+
 def _where(layer: Any) -> str:
     """Of a call, in words."""
     return f"{'draft' if layer.is_draft_layer else 'target'} layer, {'in a graph' if is_capturing() else 'eagerly'}"
@@ -122,10 +131,12 @@ def stepwise(row: Row) -> Iterator[None]:
 
 @contextmanager
 def compared() -> Iterator[Shadow]:
-    """Engines that are built and run inside compare every call of our backends."""
+    """Engines that are built and run inside compare every call of our backends, and the host's bounds of lengths with
+    the device's lengths.
+    """
     shadow, patch = Shadow(), pytest.MonkeyPatch()
     given_of, forward, forward_mqa = Builder._given, GroupedQueryImpl.forward, LatentImpl.forward_mqa
-    store = GroupedQueryImpl.do_kv_cache_update
+    store, plan = GroupedQueryImpl.do_kv_cache_update, AttentionBackend.init_forward_metadata
 
     def with_common(self: Any, plan: Any, common: Any) -> GroupMetadata:
         given = given_of(self, plan, common)
@@ -135,19 +146,26 @@ def compared() -> Iterator[Shadow]:
     def compared_forward(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, given: Any, **rest: Any) -> Any:
         result = forward(self, layer, q, k, v, kv_cache, given, **rest)
         if given is not None:
-            rows = torch.cat((k, v), -1).to(self.cache_dtype)
-            shadow.check(layer, self.pages(kv_cache), kv_cache, given, q, rest["output"], rows)
+            rows = _rows(self, layer, k, v)
+            shadow.check(layer, self.pages(layer), kv_cache, given, q, rest["output"], rows)
         return result
 
     def compared_store(self: Any, layer: Any, k: Any, v: Any, kv_cache: Any, slots: Any) -> None:
         store(self, layer, k, v, kv_cache, slots)
-        shadow.check_stored(layer, kv_cache, slots, torch.cat((k, v), -1).to(self.cache_dtype))
+        shadow.check_stored(layer, kv_cache, slots, _rows(self, layer, k, v))
 
     def compared_mqa(self: Any, q: Any, kv_cache: Any, given: Any, layer: Any) -> Any:
         result = forward_mqa(self, q, kv_cache, given, layer)
-        shadow.check(layer, self.pages(kv_cache), kv_cache, given, torch.cat(q, dim=-1), result[0], None)
+        shadow.check(layer, self.pages(layer), kv_cache, given, torch.cat(q, dim=-1), result[0], None)
         return result
 
+    def checked_plan(self: Any, step: Step) -> Any:
+        lens, bound = step.seq_lens[: int(step.num_real)].tolist(), step.max_committed
+        if shadow.compares and bound is not None and max(lens, default=0) > bound:
+            raise Mismatch(f"a {step.kind} step is planned for {bound} committed tokens at most, and has {lens}")
+        return plan(self, step)
+
+    patch.setattr(AttentionBackend, "init_forward_metadata", checked_plan)
     patch.setattr(Builder, "_given", with_common)
     patch.setattr(GroupedQueryImpl, "forward", compared_forward)
     patch.setattr(GroupedQueryImpl, "do_kv_cache_update", compared_store)

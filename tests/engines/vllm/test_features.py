@@ -20,7 +20,7 @@ from tests.engines.vllm.rows import BOTH, FULL
 from tests.engines.vllm.shadow import compared
 
 EIGHT_BITS = (("kv_cache_dtype", "fp8"),)
-SCALE = 0.25
+SCALE, V_SCALE = 0.25, 0.5
 
 
 def with_sinks(patch: pytest.MonkeyPatch) -> None:
@@ -28,14 +28,15 @@ def with_sinks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(llama, "Attention", given.with_sinks())
 
 
-def with_a_scale(patch: pytest.MonkeyPatch) -> None:
-    """As a checkpoint that was calibrated has one."""
+def with_scales(patch: pytest.MonkeyPatch) -> None:
+    """As a checkpoint that was calibrated has them; a latent's is that of keys."""
     default = attention.set_default_quant_scales
 
     def scaled(layer: Any, register_buffer: bool = False) -> None:
         default(layer, register_buffer)
         layer._k_scale.fill_(SCALE)
-        layer._k_scale_float = SCALE
+        layer._v_scale.fill_(V_SCALE)
+        layer._k_scale_float, layer._v_scale_float = SCALE, V_SCALE
 
     for module in (attention, mla_attention):
         patch.setattr(module, "set_default_quant_scales", scaled)
@@ -57,7 +58,10 @@ FEATURES = {
     "latents of 8 bits, with a scale": Feature(
         Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", FULL, block_size=32, others=EIGHT_BITS),
         {(torch.float8_e4m3fn, None, False)},
-        with_a_scale,
+        with_scales,
+    ),
+    "keys and values of 8 bits, each with a scale": Feature(
+        Row("gqa", "ATTN_BACKENDS_FA3", FULL, others=EIGHT_BITS), {(torch.float8_e4m3fn, None, False)}, with_scales
     ),
     "drafts by the number of requests": Feature(
         Row("gqa", "ATTN_BACKENDS_FA3", FULL, schedule=BY_BATCH), {(torch.float32, None, False)}
@@ -69,9 +73,6 @@ ALONE = {
     ),
     "windows": Feature(WINDOWS, {(torch.float32, None, False), (torch.float32, 20, False)}),
     "sinks": Feature(Row("gqa", "ATTN_BACKENDS_FA3", FULL), {(torch.float32, None, True)}, with_sinks),
-    "keys and values of 8 bits": Feature(
-        Row("gqa", "ATTN_BACKENDS_FA3", FULL, others=EIGHT_BITS), {(torch.float8_e4m3fn, None, False)}
-    ),
     "latents of 8 bits, fa3": Feature(
         Row("mla-3", "ATTN_BACKENDS_FA3_MLA", BOTH, others=EIGHT_BITS), {(torch.float8_e4m3fn, None, False)}
     ),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engines.vllm.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, Row, Run, prompts, run
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.engines.vllm.refusals import KERNEL
+from tests.engines.vllm.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, EngineFailed, Row, Run, prompts, run
 from tests.engines.vllm.laws import assert_attended, check, wrong_drafts
 from tests.engines.vllm.recompute import NUM_PROMPTS, greedy_by_transformers, plain
 from tests.engines.vllm.rows import BOTH, EAGLE, FULL, QUICK, full_product, pairs
+from tests.engines.vllm.shadow import compared
 
 NONE_OF_OURS = r"layers\.0\.self_attn\.attn: 0 of .* prefill; .*layers\.4\.self_attn\.attn: 0 of \d+ target_verify"
 
@@ -18,6 +22,39 @@ NONE_OF_OURS = r"layers\.0\.self_attn\.attn: 0 of .* prefill; .*layers\.4\.self_
 @pytest.mark.parametrize("row", [*QUICK, EAGLE], ids=str)
 def test_row(row: Row, models: Path) -> None:
     check(row, models, NUM_PROMPTS)
+
+
+BATCHES = {
+    "16 rows of prompts where a graph has those of four verifies": (FULL, (3, 5, 4, 4)),
+    "a long prompt's last rows, fewer than a shorter prompt's": ("NONE", (3, 66, 54)),
+}
+
+
+@pytest.mark.parametrize("what", BATCHES)
+def test_a_batch_that_is_planned_by_its_own_lengths(what: str, models: Path) -> None:
+    graphs, lens = BATCHES[what]
+    with compared() as shadow:
+        run(Row("gqa", "ATTN_BACKENDS_FA3", graphs), models, [[7] * num for num in lens], 4, begin=shadow.begin)
+    assert shadow.compared["target layer, eagerly"]
+
+
+def test_a_kernel_that_is_asked_for_runs_every_step(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = FA3Backend.kernels[-1]
+    monkeypatch.setattr(FA3Backend, "kernels", (first, replace(first, name="second")))
+    monkeypatch.setenv(KERNEL, "second")
+    found = run(Row("gqa", "ATTN_BACKENDS_FA3"), models, prompts(1), 4)
+    assert {kind["kernel"] for kinds in found.attended.values() for kind in kinds.values()} == {"second"}
+
+
+def test_a_verify_wider_than_the_kernel_takes_is_refused_where_its_width_is_known(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = FA3Backend.kernels[-1]
+    narrow = {kind: replace(able, max_width=3) for kind, able in kernel.capabilities.items()}
+    monkeypatch.setattr(FA3Backend, "kernels", (replace(kernel, capabilities=narrow),))
+    words = r"fa3 in vLLM, layers model.layers.0.* and on: kernel torch: 4 query rows per request \(at most 3\)"
+    with pytest.raises(EngineFailed, match=words):
+        run(Row("gqa", "ATTN_BACKENDS_FA3"), models, prompts(1), 4)
 
 
 def test_the_quick_rows_have_every_pair_of_values() -> None:
