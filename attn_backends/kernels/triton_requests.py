@@ -67,7 +67,7 @@ def _committed_tokens(seq_lens, widths, real, step, bound, request):
 
 @triton.jit
 def count_real(seq_lens, num_real, rows, step, bound, BLOCK: tl.constexpr):
-    """How many requests of a bound step are real."""
+    """Number of real requests of a bound step."""
     found = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, number(bound.num_requests), BLOCK):
         request = start + tl.arange(0, BLOCK)
