@@ -285,7 +285,8 @@ class TailPlanned(FA3Backend):
 
 
 @pytest.mark.parametrize(
-    "case", [Case("poison.table_tail", "decode", lens=(17, 3)), replace(CASES[5], check="poison.planned_tails", lens=(3,))]
+    "case",
+    [Case("poison.table_tail", "decode", lens=(17, 3)), replace(CASES[5], check="poison.planned_tails", lens=(3,))],
 )
 def test_pages_past_those_of_a_request_are_in_the_picture_of_their_check(case):
     picture = case_picture(Subject(TailPlanned, "torch"), case)

@@ -72,7 +72,8 @@ On an [H100](results/h100/kernels_trtllm_mla.json) it is 0.86, and 0.92 of Flash
 
 Programs of the merge are smaller since: it takes 4.1 us there, and a call 160.1 beside 165.4, with the same bits
 ([before and now](results/h200/merges.json)). With it a call takes [159.2 us](results/h200/kernels_gluon.json) under
-`trtllm_mla`, which is 0.89 of a copy and 0.98 of FlashMLA's speed. Under `fa3` the merge went from 8.1 to 4.3 us, but a call takes 163.9.
+`trtllm_mla`, which is 0.89 of a copy and 0.98 of FlashMLA's speed.
+Under `fa3` the merge went from 8.1 to 4.3 us, but a call takes 163.9.
 
 Of the 3.9 us that 8 requests miss by, 2.9 are the cost of pieces. On 27 November 32 requests took 54.0 us, 51.1 without
 [pieces](results/h200/pieces.json), and 52.6 three days before. Pieces buy much: one request of 131,072 tokens among 127
