@@ -25,7 +25,8 @@ from spec_metadata import BlockTable, Step, StepKind, TokenBucket, idle_step
 @check("api.idle", one_page_size(eager((StepKind.DECODE,))))
 def idle(subject: Subject, case: Case) -> Measured:
     """A step without requests is planned and run, gives outputs without rows, and writes nothing. Tables of any width
-    are taken. One of padding alone (`idle_step`), of uniform or packed rows, writes to the reserved page.
+    are taken. One of padding alone (`idle_step`), of uniform or packed rows, is right in checking mode, too, and writes
+    to the reserved page.
     """
     world = world_of(setup_of(subject, case))
     scene = scene_of(world, batch_of(replace(case, lens=())), case.seed)
@@ -36,12 +37,14 @@ def idle(subject: Subject, case: Case) -> Measured:
     compare_identical("output", output.out.cpu(), rows)
     compare_identical("cache", world.memory, before)
     capacity, geometry = world.capacity, world.geometry
+    checking = world_of(replace(world.setup, checking=True))
     for columns in (0, 1, 2 * world.max_pages):
         table = torch.zeros(0, columns, dtype=world.setup.index, device=world.device)
         world.backend.init_forward_metadata(Step.idle(BlockTable(table, geometry)))
     for bucket in (capacity.bucket(StepKind.DECODE, 2), TokenBucket(StepKind.PREFILL, 1, 3)):
         if bucket.kind in subject.capabilities:
-            padding = world.backend.init_forward_metadata(idle_step(bucket, world.paging(), capacity)).at().write_slots
+            step = idle_step(bucket, checking.paging(), capacity)
+            padding = checking.backend.init_forward_metadata(step).at().write_slots
             compare_identical("slots of padding", padding.cpu(), geometry.reserved_slots(len(padding), rows.device))
     return Measured()
 
@@ -49,14 +52,18 @@ def idle(subject: Subject, case: Case) -> Measured:
 @check("api.keeps_no_state", one_page_size(eager()))
 def keeps_no_state(subject: Subject, case: Case) -> Measured:
     """Metadata holds all there is to know of a step: two planned steps, of two sizes, may be run in any order, and the
-    first one again after the other.
+    first one again after the other. What they were planned from is overwritten before.
     """
     world = world_of(setup_of(subject, case))
     scenes, planned = [], []
     for turn, lens in enumerate((case.lens, case.lens[:2])):
         scene = scene_of(world, batch_of(replace(case, lens=lens)), case.seed + turn)
         table = world.table.clone()
-        planned.append(world.backend.init_forward_metadata(scene.step()))
+        step = scene.step()
+        planned.append(world.backend.init_forward_metadata(step))
+        for given in (step.seq_lens, step.out_cache_loc, step.tree_mask, step.paging.static_input()):
+            if given is not None:
+                given.zero_()
         scenes.append((scene, table))
     found = []
     for turn in (0, 1, 0):

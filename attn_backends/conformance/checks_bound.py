@@ -23,7 +23,7 @@ from attn_backends.conformance.situations import (
     padded,
     ragged_steps,
 )
-from attn_backends.planning.metadata import Metadata
+from attn_backends.planning.metadata import WRITE_SLOTS, Metadata
 from spec_metadata import (
     BlockTable,
     BoundedQuery,
@@ -117,11 +117,29 @@ def is_bindable(subject: Subject, case: Case) -> bool:
 
 @check("graph.bound_inputs", bindable)
 def bound_inputs(subject: Subject, case: Case) -> Measured:
-    """A graph that is planned from an engine's own buffers computes and writes for what they hold at its replay."""
+    """A graph that is planned from an engine's own buffers computes and writes for what they hold at its replay. Slots
+    outside the pool write to the reserved page.
+    """
     world = world_of(setup_of(subject, case))
-    ran = BoundGraph(world, case).run(scene_of(world, batch_of(case), case.seed + 1), case)
+    captured = BoundGraph(world, case)
+    ran = captured.run(scene_of(world, batch_of(case), case.seed + 1), case)
     compare_memory(ran.scene, ran.before, padded=True)
-    return compare_outputs(ran.scene, ran.inputs, ran.outputs)
+    found = compare_outputs(ran.scene, ran.inputs, ran.outputs)
+    _slots_outside(captured)
+    return found
+
+
+def _slots_outside(captured: BoundGraph | BoundRaggedGraph) -> None:
+    """Plan again with slots right before and after the pool, for real rows as well."""
+    geometry, meta, slots = captured.world.geometry, captured.meta, captured.inputs.out_cache_loc
+    if slots is None:
+        return
+    slots.fill_(-1)
+    slots[1::2] = geometry.num_slots
+    captured.world.backend.refresh(meta)
+    written = meta.buffers[WRITE_SLOTS.name]
+    if wrong := written[written // geometry.page_size != geometry.reserved_page].tolist():
+        raise CheckFailure("write slots", "given ones are outside the pool", None, "of the reserved page", str(wrong))
 
 
 class BoundRaggedGraph(Captured):
@@ -182,7 +200,8 @@ def _bindable_ragged(subject: Subject) -> list[Case]:
 @check("graph.bound_ragged", _bindable_ragged)
 def bound_ragged(subject: Subject, case: Case) -> Measured:
     """A ragged step that is planned from an engine's own buffers has the widths that they hold at its replay. Padded
-    requests take no row from real ones that ask for all rows of the graph.
+    requests take no row from real ones that ask for all rows of the graph. Slots outside the pool write to the reserved
+    page.
     """
     world, found = world_of(setup_of(subject, case)), []
     captured = BoundRaggedGraph(world, replace(case, refresh=True))
@@ -191,6 +210,7 @@ def bound_ragged(subject: Subject, case: Case) -> Measured:
         ran = captured.run(scene_of(world, batch, case.seed + turn), case)
         compare_memory(ran.scene, ran.before, padded=True)
         found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
+    _slots_outside(captured)
     return nearest(found)
 
 

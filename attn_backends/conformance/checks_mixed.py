@@ -128,17 +128,19 @@ def _measured(ran: Ran) -> Measured:
     "refusals.mixed", lambda subject: [case for case in _mixed(subject) if case.path == "eager" and not case.feature]
 )
 def unmixable(subject: Subject, case: Case) -> Measured:
-    """Parts of other tables, some with slots and some without, padded ones, a ragged one before another, and kinds
-    whose rows see other keys.
+    """Parts of other tables or caches, some with slots and some without, padded ones, a ragged one before another, and
+    kinds whose rows see other keys.
     """
     world, other = (extra_world_of(subject, case) for _ in range(2))
     parts, others = (_parts_of(scene_of(each, batch_of(case), case.seed)) for each in (world, other))
-    first, second = parts[:2]
+    (first, second), larger = parts[:2], replace(world.geometry, num_pages=world.geometry.num_pages + 1)
     pairs = [
         (first, replace(second, out_cache_loc=None)),
         (first, replace(second, num_real=0)),
+        (first, replace(second, num_real=torch.tensor([second.bs], dtype=torch.int32, device=second.device))),
         (replace(second, kind=StepKind.DRAFT_BLOCK), first),
         (first, replace(second, paging=replace(second.paging, table=second.paging.table[:, :-1]))),
+        (first, replace(second, paging=replace(second.paging, geometry=larger))),
     ]
     if isinstance(second.paging, RequestTable):
         pairs.append((first, others[1]))

@@ -94,7 +94,7 @@ def declared_buffers(subject: Subject, case: Case) -> Measured:
 @check("plan.padding", one_page_size(joined(any_graph(shrinking), graph(padded))))
 def padding(subject: Subject, case: Case) -> Measured:
     """Planned for a full batch and then for fewer requests in the same buffers, a graph's metadata keeps nothing of
-    those that are gone. What it says of each request and row is what fresh buffers say.
+    those that are gone. It counts those that are real. What it says of each request and row is what fresh buffers say.
 
     Buffers that grow with the context are left out: a planner may leave pages that no row sees.
     """
@@ -106,6 +106,8 @@ def padding(subject: Subject, case: Case) -> Measured:
         few = replace(case, lens=case.lens[:num_real], widths=case.widths[:num_real])
         scene = scene_of(captured.world, batch_of(few), case.seed + 2)
         captured.load(scene)
+        told = torch.as_tensor(captured.meta.step.num_real).cpu()
+        compare_identical("number of real requests", told, torch.tensor([num_real], dtype=torch.int32))
         found = {name: tensor.clone() for name, tensor in _of_requests(captured).items()}
         captured.meta.captured.phase.reset()
         captured.load(scene)

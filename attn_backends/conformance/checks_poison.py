@@ -16,7 +16,8 @@ from attn_backends.conformance.exercise import (
     setup_of,
     world_of,
 )
-from attn_backends.conformance.situations import eager, graph, joined, padded
+from attn_backends.conformance.situations import around_pages, eager, graph, joined, one_page_size, padded
+from attn_backends.conformance.worlds import capacity_of
 from spec_metadata import StepKind
 
 
@@ -50,7 +51,14 @@ def reserved_nan(subject: Subject, case: Case) -> Measured:
     return _measure(subject, case)
 
 
-@check("poison.table_tail", eager())
+def _whole_pages(subject: Subject) -> list[Case]:
+    """Draft chains whose last forward fills a page, or all of it but one token."""
+    cases = [case for case in one_page_size(eager((StepKind.DRAFT_DECODE,)))(subject) if case.topk == 1]
+    drafted = {case: capacity_of(case.page_size, case.topk, case.size).num_steps - 1 for case in cases}
+    return [replace(case, lens=tuple(n - drafted[case] for n in around_pages(case)[:2])) for case in cases]
+
+
+@check("poison.table_tail", joined(eager(), _whole_pages))
 def table_tail(subject: Subject, case: Case) -> Measured:
     """Table entries past a request's tokens may hold anything, pages that don't exist among it, and are not planned."""
     world = world_of(setup_of(subject, case))

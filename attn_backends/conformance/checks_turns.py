@@ -190,17 +190,22 @@ def in_pairs(subject: Subject) -> list[Case]:
 
 @check("graph.planned_ahead", in_pairs)
 def planned_ahead(subject: Subject, case: Case) -> Measured:
-    """A phase stays planned while another one of the same requests is planned at other lengths; then the graphs run."""
-    world = world_of(setup_of(subject, case))
-    phases = [Captured(world, replace(case, kind=kind, after="")) for kind in (case.kind, case.after)]
-    scenes = same_pages(world, replace(case, after=""), [case.after])
-    for captured, scene in zip(phases, scenes, strict=True):
-        captured.load(scene)
+    """A phase stays planned while another one of the same requests is planned at other lengths; then the graphs run.
+    The same with the first of these requests alone, and in copied block tables with others.
+    """
+    world, alone = world_of(setup_of(subject, case)), replace(case, after="")
+    phases = [Captured(world, replace(alone, kind=kind)) for kind in (case.kind, case.after)]
+    placement = None if case.table == "block" else case.seed
+    few = scene_of(world, batch_of(replace(alone, lens=case.lens[:2])), case.seed + 2, placement, world.table.shape[1])
+    same, other = same_pages(world, alone, [case.after])  # whose rows the table then has
     found: list[Measured] = []
-    for captured, scene in zip(phases, scenes, strict=True):
-        ran = captured.replay(scene, prepare_memory(scene, case))
-        compare_memory(ran.scene, ran.before, padded=True)
-        found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
+    for scenes in ((same, other), (few, other)):
+        for captured, scene in zip(phases, scenes, strict=True):
+            captured.load(scene)
+        for captured, scene in zip(phases, scenes, strict=True):
+            ran = captured.replay(scene, prepare_memory(scene, case))
+            compare_memory(ran.scene, ran.before, padded=True)
+            found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
     return nearest(found)
 
 

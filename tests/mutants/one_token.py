@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_backends import backend
 from attn_backends.backends import dsv4
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.planning import metadata
+from attn_backends.memory.phases import BackendMemory, PhaseMemory
+from attn_backends.planning import captured, metadata
 from spec_metadata import (
+    AnyBucket,
     BoundedQuery,
     BoundInputs,
     CacheGeometry,
@@ -22,9 +25,11 @@ from spec_metadata import (
     Step,
     bound_inputs,
     fit_widths,
+    mixed,
     static_inputs,
 )
-from spec_metadata.plans import compressed, ragged
+from spec_metadata.plans import block_table, compressed, ragged
+from spec_metadata.query import PaddedQuery
 from spec_metadata.visibility import DensePart, KeptRows, kept_rows, write_pages
 from tests.mutants.mutant import mutant
 
@@ -123,3 +128,98 @@ def requests_without_a_length_are_real(patch: pytest.MonkeyPatch) -> None:
         return own(inputs, paging) if is_told else torch.tensor([paging.bs], device=inputs.seq_lens.device)
 
     patch.setattr(bound_inputs, "_num_real", of_all)
+
+
+@mutant(ORIGIN, "graph.bound_ragged", graph=True)
+def ragged_rows_write_past_the_pool(patch: pytest.MonkeyPatch) -> None:
+    """Slots that an engine gives a ragged step are taken as they are, also after the last of the pool."""
+    own = bound_inputs._read_rows
+
+    def unbounded(static: Step, query: PaddedQuery, inputs: BoundInputs, real: Tensor) -> None:
+        geometry = replace(static.paging.geometry, num_pages=2**20)
+        own(replace(static, paging=replace(static.paging, geometry=geometry)), query, inputs, real)
+
+    patch.setattr(bound_inputs, "_read_rows", unbounded)
+
+
+@mutant(ORIGIN, "graph.planned_ahead", graph=True)
+def fewer_requests_are_others(patch: pytest.MonkeyPatch) -> None:
+    """A phase that is planned for the first requests of a batch is refused, as if its table were overwritten."""
+
+    def same(one: Step, other: Step) -> bool:
+        return one.paging.static_input().tolist() == other.paging.static_input().tolist()
+
+    patch.setattr(captured, "_same_requests", same)
+
+
+@mutant(ORIGIN, "graph.planned_ahead", graph=True)
+def copied_tables_are_shared(patch: pytest.MonkeyPatch) -> None:
+    """Phases of one block table copy it into one place, so the pages of one phase are those of another's requests."""
+    own = BackendMemory._allocate
+
+    def shared(self: BackendMemory, largest: AnyBucket, paging: Paging, shares: bool, within: object) -> PhaseMemory:
+        return own(self, largest, paging, not self.checking, within)
+
+    patch.setattr(BackendMemory, "_allocate", shared)
+
+
+@mutant(ORIGIN, "api.keeps_no_state")
+def drafted_slots_are_the_workers(patch: pytest.MonkeyPatch) -> None:
+    """An eager tree reads drafted tokens by the worker's own slots, which may be those of its next step."""
+    patch.setattr(backend, "own_drafted", lambda step, write_slots: step)
+
+
+@mutant(ORIGIN, "poison.table_tail", backend="trtllm_mla")
+def block_table_of_later_tokens(patch: pytest.MonkeyPatch) -> None:
+    """A block table has the pages of two tokens more than the last forward sees, which a request may not own."""
+
+    def more(step: Step, dense: DensePart, table: Tensor) -> None:
+        write_pages(step, replace(dense, kv_lens=dense.kv_lens + 2), table)
+
+    patch.setattr(block_table, "write_pages", more)
+
+
+@mutant(ORIGIN, "api.idle")
+def idle_step_has_a_request(patch: pytest.MonkeyPatch) -> None:
+    """A packed step of padding alone says that it has a request, whose length the host does not know."""
+
+    def counted(**given: object) -> Step:
+        return Step(**{**given, "num_real": 1})
+
+    patch.setattr(static_inputs, "Step", counted)
+
+
+@mutant(ORIGIN, "plan.padding", graph=True)
+def idle_replay_counts_a_request(patch: pytest.MonkeyPatch) -> None:
+    """A replay without any request says that the first padded one is real."""
+    own = static_inputs._fill
+
+    def counted(static: Step, step: Step | None) -> None:
+        own(static, step)
+        if step is None and isinstance(static.num_real, Tensor):
+            static.num_real.fill_(1)
+
+    patch.setattr(static_inputs, "_fill", counted)
+
+
+@mutant(ORIGIN, "refusals.mixed")
+def padded_parts_are_mixed(patch: pytest.MonkeyPatch) -> None:
+    """A part whose device alone says how many of its requests are real is mixed as if all were."""
+    own = mixed._part_reasons
+
+    def taken(part: Step) -> list[str]:
+        return own(replace(part, num_real=part.bs) if isinstance(part.num_real, Tensor) else part)
+
+    patch.setattr(mixed, "_part_reasons", taken)
+
+
+@mutant(ORIGIN, "refusals.mixed")
+def caches_are_mixed(patch: pytest.MonkeyPatch) -> None:
+    """Parts of caches of different sizes are mixed, and take the first one's."""
+    own = mixed.mixed_reasons
+
+    def taken(parts: Sequence[Step]) -> list[str]:
+        geometry = parts[0].paging.geometry
+        return own([replace(part, paging=replace(part.paging, geometry=geometry)) for part in parts])
+
+    patch.setattr(mixed, "mixed_reasons", taken)
