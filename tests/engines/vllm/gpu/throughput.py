@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from attn_backends import results
 from tests.engines.vllm.gpu.models import DEEPSEEK_LAYERS, LLAMA_LAYERS
 from tests.engines.vllm.gpu.server import EngineFailedError, Server
 
@@ -118,7 +119,7 @@ def timed(sides: list[Side], models: Path, folder: Path) -> Iterator[dict[str, A
                 server.wait()
             except EngineFailedError as error:
                 del servers[side]
-                yield {"side": str(side), "ok": False, "not_run": str(error)}
+                yield {"side": str(side), "ok": False, "not_run": results.without_folders(str(error))}
         wait_for_idle_gpus()
         for batch in STEPS:
             yield from in_turn(servers, batch)
@@ -147,7 +148,7 @@ def in_turn(servers: dict[Side, Server], batch: int) -> Iterator[dict[str, Any]]
                 answer = servers[side].ask("decode", prompts=prompts, steps=steps, hosted=HOSTED, profiled=profiled)
             except EngineFailedError as error:
                 del found[side], servers[side]
-                yield {"side": str(side), "batch": batch, "ok": False, "not_run": str(error)}
+                yield {"side": str(side), "batch": batch, "ok": False, "not_run": results.without_folders(str(error))}
                 continue
             if repeat >= 0:
                 found[side].append(answer)
