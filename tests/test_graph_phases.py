@@ -75,12 +75,18 @@ def test_two_phases_loaded_before_two_graphs(world: World, planned_in_graph: boo
     assert not found[0][0][: 3 * verify.scene.width].isnan().any()
 
 
-def test_other_requests_loaded_before_two_graphs(world: World) -> None:
-    """On one request table, whose pages two phases have in one place: those of the requests planned last."""
+@pytest.mark.parametrize("how", ["flipped", "fewer"])
+def test_other_requests_loaded_before_two_graphs(world: World, how: str) -> None:
+    """On one request table, whose pages two phases have in one place: those of the requests planned last, and the
+    reserved page in the rows that padding has there.
+    """
     verify, extend = Phase(world, VERIFY), Phase(world, EXTEND)
     paging = extend.step.paging
     assert isinstance(paging, RequestTable)
-    extend.step = replace(extend.step, paging=replace(paging, rows=paging.rows.flip(0)))
+    if how == "flipped":
+        extend.step = replace(extend.step, paging=replace(paging, rows=paging.rows.flip(0)))
+    else:
+        extend.step = Scene(world, Batch(EXTEND, (5, 3))).step()  # of the first two
     verify.load()
     extend.load()
     kept = verify.out.clone()

@@ -128,15 +128,17 @@ class Captured:
                 if not _same_requests(self.static, other.static):
                     raise CaptureError(
                         f"the table of ({self.bucket}) was overwritten by a replay of ({other.bucket}), which is of "
-                        "other requests: run the graphs of one batch before the next is planned"
+                        "other requests or of fewer: run the graphs of one batch before the next is planned"
                     )
 
 
 def _same_requests(one: Step, other: Step) -> bool:
-    """Whether real requests that stand at the same place are the same; of tables that are copied nobody knows."""
+    """Whether the pages of one step's real requests are left in place by another, whose padded rows have the reserved
+    page; of tables that are copied nobody knows.
+    """
     if not (isinstance(one.paging, RequestTable) and isinstance(other.paging, RequestTable)):
         return True
-    real = min(int(one.num_real), int(other.num_real))
+    real = min(int(one.num_real), other.bs)
     return one.paging.rows[:real].tolist() == other.paging.rows[:real].tolist()
 
 

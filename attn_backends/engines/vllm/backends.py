@@ -21,6 +21,7 @@ from attn_backends.engines.vllm.impls import GroupedQueryImpl, LatentImpl
 from attn_backends.engines.vllm.refusals import (
     ANY_PAGE_SIZE,
     config_reasons,
+    draft_reasons,
     kernel_reasons,
     refuse,
     takes_ragged_verifies,
@@ -89,13 +90,14 @@ class _Registered(AttentionBackend):
         """Why an engine is refused, in our words; None if it isn't."""
         page_size = block_size or ANY_PAGE_SIZE
         device = torch.device(current_platform.device_type)
-        reasons = cls._value_reasons(dtype, kv_cache_dtype, block_size)
-        reasons += config_reasons(get_current_vllm_config_or_none())
+        config = get_current_vllm_config_or_none()
+        reasons = cls.value_reasons(dtype, kv_cache_dtype, block_size)
+        reasons += config_reasons(config) + draft_reasons(config)
         reasons += kernel_reasons(cls.impl.library, device, Workload(page_size))
         return "; ".join(reasons) or None
 
     @classmethod
-    def _value_reasons(cls, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None) -> list[str]:
+    def value_reasons(cls, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None) -> list[str]:
         """Values that would be taken, in place of which vLLM says only "not supported"."""
         sizes = [f"multiples of {getattr(size, 'base', size)}" for size in cls.block_sizes]
         is_cache = cls.supports_kv_cache_dtype(kv_cache_dtype)

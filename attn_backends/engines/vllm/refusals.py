@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from attn_backends.backend import AttentionBackend
+from attn_backends.engines.vllm import NAMES
 from attn_backends.errors import BackendUnavailableError, UnsupportedStepError
 from attn_backends.selection.choose import Workload, choose_kernels
 from spec_metadata import StepKind
@@ -66,6 +67,23 @@ def config_reasons(config: Any) -> list[str]:
         reasons.append(f"pipeline parallelism ({parallel.pipeline_parallel_size} ranks), which was not tested")
     ranks = {"decode": parallel.decode_context_parallel_size, "prefill": parallel.prefill_context_parallel_size}
     return reasons + [f"{phase} context parallelism ({each} ranks)" for phase, each in ranks.items() if each > 1]
+
+
+def draft_reasons(config: Any) -> list[str]:
+    """Reasons against a backend of ours that is named for the draft alone. vLLM asks for them when it makes the draft,
+    after the target's weights are loaded; a target on a backend of ours asks before.
+    """
+    spec = None if config is None else config.speculative_config
+    if spec is None or spec.attention_backend is None or spec.attention_backend.name not in NAMES:
+        return []
+    draft, cache, backend = spec.draft_model_config, config.cache_config, spec.attention_backend.get_class()
+    block_size = cache.block_size if cache.user_specified_block_size else None
+    reasons = backend.value_reasons(draft.dtype, cache.cache_dtype, block_size)
+    if draft.use_mla != backend.is_mla():
+        reasons.insert(0, f"{'MLA' if draft.use_mla else 'non-MLA'} not supported")
+    if (spec.use_dflash() or spec.use_dspark()) and not backend.supports_non_causal():
+        reasons.append("non-causal attention not supported")
+    return [f"{spec.attention_backend.name} of the draft: {reason}" for reason in reasons]
 
 
 def kernel_reasons(

@@ -70,6 +70,10 @@ CONFIGURED: dict[str, tuple[dict[str, Any], str]] = {
 """What an engine of latents is given, and all reasons against it. Two are context parallelism, of a phase."""
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     "parallel drafting": ({"parallel_drafting": True}, r"V1 \(vLLM chose it itself, .*\); parallel drafting"),
+    "a backend of the draft's own": (
+        {"attention_backend": "ATTN_BACKENDS_TRTLLM_MLA"},
+        r"\['ATTN_BACKENDS_TRTLLM_MLA of the draft: non-MLA not supported; .* of the draft: block_size 16 \(it takes",
+    ),
 }
 """Ways of drafting: what is added to the speculative configuration, and why it is refused."""
 LAYERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -178,6 +182,14 @@ def test_a_draft_for_which_vllm_would_choose_is_refused(
     name, ours = {"dflash": "SpecForge DFlash", "dspark": "DSpark"}[method], "ATTN_BACKENDS_FA3"
     with pytest.raises(EngineFailed, match=f'a {method} draft without "attention_backend"'):
         judged(name, tmp_path, monkeypatch, ours, attention_backend=None)
+
+
+def test_a_draft_of_blocks_on_a_backend_of_latents_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "ATTN_BACKENDS_FA3_MLA of the draft: non-MLA not supported; .* of the draft: non-causal attention not supp"
+    with pytest.raises(EngineFailed, match=words):
+        judged(
+            "SpecForge DFlash", tmp_path, monkeypatch, "ATTN_BACKENDS_FA3", attention_backend="ATTN_BACKENDS_FA3_MLA"
+        )
 
 
 def test_a_name_that_is_not_registered_is_refused_where_it_is_read(models: Path) -> None:
