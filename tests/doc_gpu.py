@@ -4,8 +4,9 @@
 
 A row is a block or a command. `started` ran without an error until --limit and was ended: what it would have come to is
 not known. `not_run` needs an engine that is not installed here, or what only a reader has, such as MODEL. Published
-checkpoints are stood in for by ours. No file of the checkout is written but FILE. Nothing is resumed. Exit code 1: one
-failed. 2: there is no GPU. What a command prints is the reader's affair: `pass` is exit code 0.
+checkpoints are stood in for by ours. Blocks take GPUs in turn, one each. No file of the checkout is written but FILE.
+Nothing is resumed. Exit code 1: one failed. 2: there is no GPU. What a command prints is the reader's affair: `pass` is
+exit code 0.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from importlib.metadata import distributions
+from itertools import cycle
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import torch
 
 from attn_backends import results
 from attn_backends.errors import AttnBackendsError, BackendUnavailableError
@@ -58,10 +62,16 @@ def why_not(text: str) -> str:
     return f"{engine} is not installed here"
 
 
-def run(snippet: Snippet, shelf: Path, limit: float) -> dict[str, Any]:
-    """Run a block for at most `limit` seconds in a copy of a desk; its row."""
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES has them; one entry, which hides them, if there is none."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())] or [""]
+
+
+def run(snippet: Snippet, shelf: Path, limit: float, gpu: str) -> dict[str, Any]:
+    """Run a block for at most `limit` seconds in a copy of a desk, on one GPU; its row."""
     start, reason = time.monotonic(), why_not(snippet.text)
-    status, reason = ("not_run", reason) if reason else _came_to(snippet, shelf, limit)
+    status, reason = ("not_run", reason) if reason else _came_to(snippet, shelf, limit, {"CUDA_VISIBLE_DEVICES": gpu})
     return {
         "page": snippet.document.as_posix(),
         "line": snippet.line,
@@ -72,11 +82,12 @@ def run(snippet: Snippet, shelf: Path, limit: float) -> dict[str, Any]:
     }
 
 
-def _came_to(snippet: Snippet, shelf: Path, limit: float) -> tuple[str, str]:
+def _came_to(snippet: Snippet, shelf: Path, limit: float, variables: Mapping[str, str]) -> tuple[str, str]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         desk = Path(shutil.copytree(shelf, Path(folder, "desk")))
         with (output := Path(folder, "output")).open("wb") as stream:
-            code = _exit_code([sys.executable, "-P", *arguments(snippet)], desk, stream, limit)
+            command = [sys.executable, "-P", *arguments(snippet)]
+            code = _exit_code(command, desk, stream, limit, environment(desk) | variables)
         lines = output.read_text(errors="replace").strip().splitlines() or ["no output"]
     said = results.without_folders("; ".join(line.strip() for line in lines[-LINES:]))
     if code is None:
@@ -84,9 +95,11 @@ def _came_to(snippet: Snippet, shelf: Path, limit: float) -> tuple[str, str]:
     return ("fail", f"exit code {code}: {said}") if code else ("pass", "")
 
 
-def _exit_code(command: list[str], desk: Path, output: BinaryIO, limit: float) -> int | None:
+def _exit_code(
+    command: list[str], desk: Path, output: BinaryIO, limit: float, variables: Mapping[str, str]
+) -> int | None:
     """None of a command that still ran after `limit` seconds. Nothing that it began is left running."""
-    given = environment(desk) | {"PYTHONUNBUFFERED": "1"}
+    given = {**variables, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, cwd=desk, env=given, stdout=output, stderr=subprocess.STDOUT)
     try:
         return process.wait(limit)
@@ -129,7 +142,8 @@ def run_all(found: Sequence[Snippet], path: Path, head: results.Head, processes:
         ThreadPoolExecutor(processes) as pool,
     ):
         _fill(shelf := Path(folder, "shelf"), found)
-        for done in as_completed([pool.submit(run, snippet, shelf, limit) for snippet in found]):
+        given = zip(found, cycle(visible_gpus()), strict=False)
+        for done in as_completed([pool.submit(run, snippet, shelf, limit, gpu) for snippet, gpu in given]):
             row = done.result()
             recording.add(row)
             counts[row["status"]] += 1

@@ -46,6 +46,12 @@ def test_a_block_that_fails_fails_the_run(tmp_path):
     assert bad["reason"].endswith("; ValueError: planted in c")
 
 
+def test_blocks_take_gpus_in_turn(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    text = "import os; raise ValueError(os.environ['CUDA_VISIBLE_DEVICES'])"
+    assert [row["reason"][-1] for row in rows(tmp_path, text, text, text)[1]] == ["2", "5", "2"]
+
+
 def test_a_command_that_fails_fails_the_run(tmp_path):
     code, (row,) = rows(tmp_path, "python -m no_such_module", language="sh")
     assert (code, row["status"]) == (1, "fail")

@@ -15,8 +15,11 @@ from tests.engines.vllm.kinds import draft_steps, wrong_layers
 ROOT = Path(__file__).parents[4]
 TIES = {"bfloat16": 0.25, "float32": 1e-3}
 """Two best scores that are no further apart may come in either order: four steps of bfloat16 between 8 and 16, where
-the scores are, and a thousand of float32. Twice as far with an 8-bit cache, whose steps are a sixteenth of a value: a
-step of bfloat16 may make one of them.
+the scores are, and a thousand of float32.
+"""
+TIE_OF_8_BITS = 0.5
+"""The same with an 8-bit cache, whose steps are a sixteenth of a value. The last bit of a dtype decides how a value
+rounds. Of 600 values one step further, each alone, the median moved two best scores by 0.011, the worst by 0.36.
 """
 ALIKE = {"bfloat16": 0.9, "float32": 0.999}
 """The part of the drafted tokens that must be those on attention in float64: of drafts no scores are kept, so that a
@@ -123,8 +126,8 @@ class Case:
 
     @property
     def tie(self) -> float:
-        """As of `TIES`."""
-        return TIES[self.dtype] * (1 if self.cache == "auto" else 2)
+        """As of `TIES` and `TIE_OF_8_BITS`."""
+        return TIES[self.dtype] if self.cache == "auto" else TIE_OF_8_BITS
 
     @property
     def forwards(self) -> int:
