@@ -26,8 +26,8 @@ gc.disable()  # while tests are collected, which stay: a fifth of that time
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is imported, which no test may do before
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # triton's nanobind lists leaks at exit, amid the result; it has no switch
-    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
+# triton's nanobind lists leaks at exit, amid or after the result; it has no switch
+atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
 
 
 @pytest.hookimpl(tryfirst=True)

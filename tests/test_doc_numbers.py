@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -15,12 +16,15 @@ import pytest
 from attn_backends import results
 from attn_backends.conformance.catalogue import CATALOGUE
 from benchmarks.targets import check_targets
+from tests import hot_path
 from tests.quoted import README, ROOT, rows, text_of
 
 MEASURED, KERNELS = "docs/measured.md", "docs/kernels.md"
 SERVING, RECORDED, SGLANG = "docs/serving.md", "docs/recorded-graphs.md", "docs/sglang.md"
 FLASH_ATTENTION = "attn_backends/vendors/flash_attention.py"
+CONTRIBUTING, SUITES = "CONTRIBUTING.md", "h200/conformance_*"
 BATCHES = (1, 32, 128)
+SHARES = {"1/5": "a fifth", "1/6": "a sixth"}
 
 
 def number(pattern: str, **values: Any) -> str:
@@ -38,17 +42,50 @@ def cases(row: Any) -> int:
     return row.get("cases", 1)
 
 
-def executed(pattern: str, *, with_contract: bool | None = None) -> tuple[str, str]:
-    """Cases that ran, none of which failed, and how many checks of today's suite they are of. with_contract: of reports
-    that name a contract, or of those from before contracts had versions; None: of all.
-    """
-    files = sorted((ROOT / "docs" / "results").glob(f"{pattern}.json"))
-    found = [
-        row for read in map(results.read, files) if with_contract in (None, "contract" in read.own) for row in read.rows
-    ]
-    ran = [row for row in found if row["status"] != "not_run"]
+def executed(pattern: str) -> tuple[str, str, str]:
+    """Cases that ran, none of which failed, how many checks of today's suite they are of, and how many that has."""
+    ran = [row for row in rows(pattern) if row["status"] != "not_run"]
     assert {row["status"] for row in ran} <= {"pass", "refused"}
-    return f"{sum(map(cases, ran)):,}", str(len({row["check"] for row in ran} & CATALOGUE.keys()))
+    return f"{sum(map(cases, ran)):,}", str(len(checks(ran))), str(len(CATALOGUE))
+
+
+def checks(found: Iterable[Any]) -> set[str]:
+    """Of today's suite, those that rows are of."""
+    return {row["check"] for row in found} & CATALOGUE.keys()
+
+
+def kernels(pattern: str) -> list[str]:
+    return sorted({f"{row['backend']}/{row['kernel']}" for row in rows(pattern)})
+
+
+def whole_suites() -> tuple[str, ...]:
+    """Of the runs on an H200: on which days, on how many kernels, on which ones."""
+    files = (ROOT / "docs/results/h200").glob("conformance_*.json")
+    days = sorted({results.read(file).head.date.removeprefix("2026-11-") for file in files})
+    found = kernels(SUITES)
+    return *days, str(len(found)), ", ".join(f"`{name}`" for name in found)
+
+
+def never_ran() -> tuple[str, ...]:
+    """Checks without a case on an H200: all, those of kernels that plan on the host, those of refusals."""
+    left = CATALOGUE.keys() - checks(rows(SUITES))
+    of_hosts = {check for check in left if "host_" in check}
+    assert {check.partition(".")[0] for check in left - of_hosts} == {"refusals"}
+    return tuple(str(len(each)) for each in (left, of_hosts, left - of_hosts))
+
+
+def sinks() -> str:
+    found = rows("h200/conformance_fa3", status="pass")
+    return str(sum(cases(row) for row in found if row["check"] in ("math.sinks", "math.window_and_sinks")))
+
+
+def hot_path_lines() -> tuple[str, ...]:
+    """Then and now, and which shares of these are newer, or grown without what is newer."""
+    then = sum(lines for lines, _ in hot_path.THEN.values())
+    now = sum(hot_path.total(places) for _, places in hot_path.THEN.values())
+    since = sum(map(hot_path.total, hot_path.SINCE.values()))
+    shares = (str(Fraction(share).limit_denominator(6)) for share in (since / now, (now - since) / then - 1))
+    return f"{then:,}", f"{round(now, -2):,}", *(SHARES[share] for share in shares)
 
 
 def packed_graphs() -> str:
@@ -249,11 +286,14 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (README, r"\[(\S+) of \d+\]\(docs/results/h200/demo", lambda: all_are("h200/demo_float32", "identical", True)),
     (
         README,
-        r"H200 \| \[(\S+) cases, none failed\]\(docs/matrix.md\), of (\S+) of",
-        lambda: executed("h200/conformance_*"),
+        r"H200 \| \[(\S+) cases, none failed\]\(docs/matrix.md\), of (\S+) of the (\S+) checks",
+        lambda: executed(SUITES),
     ),
-    (README, r"of \S+ of the (\S+) checks", lambda: str(len(CATALOGUE))),
-    (README, r"CPU \| \[(\S+) cases, none failed", lambda: executed("conformance_cpu")[0]),
+    (
+        README,
+        r"CPU \| \[(\S+) cases, none failed\]\(docs/matrix.md\), of (\S+) of the (\S+) checks",
+        lambda: executed("conformance_cpu"),
+    ),
     (README, r"\[(\S+) planned and (\S+) attended, (\S+) wrong", fuzzed),
     (README, r"of (\S+) that users reported, \[(\S+) are", reported),
     (MEASURED, r"drafts take (\S+) MiB", mebibytes),
@@ -261,8 +301,11 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"in all (\S+) rows of the \[demo\]", lambda: all_are("h200/demo_float32", "identical", True)),
     (MEASURED, r"kernels (\S+) of \[\d+ rows\]", lambda: number("h200/demo_bfloat16", identical=True)),
     (MEASURED, r"kernels \d+ of \[(\S+) rows\]", lambda: all_are("h200/demo_bfloat16", "consistent", True)),
-    (MEASURED, r"This was (\S+) cases of (\S+) of", lambda: executed("h200/conformance_*", with_contract=True)),
-    (MEASURED, r"of\s+today's (\S+) checks", lambda: str(len(CATALOGUE))),
+    (MEASURED, r"passed on (\d+) and (\d+) November, eagerly .*? The (\S+) kernels are (.*?)\.", whole_suites),
+    (MEASURED, r"This was (\S+) cases of (\S+) of today's (\S+) checks", lambda: executed(SUITES)),
+    (MEASURED, r"Of the other (\S+), (\S+) are for kernels that plan on the host, and (\S+) check", never_ran),
+    (MEASURED, r"\[(\S+) cases\]\(results/h200/conformance_fa3", sinks),
+    (CONTRIBUTING, r"It had (\S+) lines and has about (\S+), (\S+ \S+) of.*? it grew by (\S+ \S+),", hot_path_lines),
     (MEASURED, r"that adapts emits (\S+) to (\S+) of", adapted),
     (
         MEASURED,
@@ -271,8 +314,8 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     ),
     (MEASURED, r"(?s)It takes (\S+) and (\S+) us on.*?It is (\S+) and (\S+) on\s+FlashMLA sparse", ragged_cycles),
     (MEASURED, r"it emits (\S+) times what the best single", lambda: f"{rows('adaptive')[-1]['ratio']:.2f}"),
-    (RECORDED, r"CUDA graphs: (\S+) cases of (\S+) of its", lambda: executed("h200/conformance_*")),
-    (RECORDED, r"cases of \S+ of its (\S+) checks", lambda: str(len(CATALOGUE))),
+    (RECORDED, r"CUDA graphs: (\S+) cases of (\S+) of its (\S+) checks", lambda: executed(SUITES)),
+    (RECORDED, r"checks, on (\S+) kernels", lambda: str(len(kernels(SUITES)))),
     (MEASURED, r"integer of \[(\S+) random batches\]", planned),
     (MEASURED, r"All (\S+) pairs of a known bug", lambda: all_are("h200/mutants", "cuda", "fail")),
     (RECORDED, r"of (\S+) pairs of a mutant", lambda: all_are("h200/mutants", "cuda", "fail")),
