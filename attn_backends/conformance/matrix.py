@@ -88,7 +88,7 @@ def page(*results: Results) -> str:
     for heads, report in _merged(filter(is_of_this_contract, results)):
         lines += ["", *_outcomes(heads, report)]
     for found in (found for found in results if found.rows and "tokens_per_cycle" in found.rows[0]):
-        lines += ["", f"## Speculative decoding on {found.head.device}", "", *_source(found.head), ""]
+        lines += ["", f"## Speculative decoding on {found.head.device}", "", f"{'; '.join(_source(found.head))}.", ""]
         lines += [_DECODED_ABOUT, ""]
         lines += _table(_DECODED, ([_shown(row.get(name)) for name in _DECODED] for row in found.rows))
     checks = ([f"`{check.id}`", check.about] for check in CATALOGUE.values())
@@ -124,11 +124,11 @@ def _joined(reports: Sequence[Report]) -> Report:
     return replace(reports[0], rows=rows, profiles=profiles)
 
 
-def _source(head: Head) -> Iterator[str]:
-    """Where numbers come from, in a sentence."""
+def _source(head: Head) -> tuple[str, str]:
+    """Where numbers come from: the command, and the versions."""
     versions = ", ".join(f"{name} {version}" for name, version in head.versions.items())
     commit = f" at commit {head.commit[:12]}" if head.commit else ""
-    yield f"`{head.command}`{commit}, {head.date}; {versions}."
+    return f"`{head.command}`{commit}, {head.date}", versions
 
 
 def _outcomes(heads: Sequence[Head], report: Report) -> Iterator[str]:
@@ -137,8 +137,10 @@ def _outcomes(heads: Sequence[Head], report: Report) -> Iterator[str]:
     checks = distinct(check for check, _ in cells)
     yield f"## What the suite found on {report.device}"
     yield ""
-    for line in distinct(line for head in heads for line in _source(head)):
-        yield f"- {line}"
+    sources = [_source(head) for head in heads]
+    for versions in distinct(versions for _, versions in sources):
+        yield f"- {versions}:"
+        yield from (f"  - {run}" for run in distinct(run for run, of in sources if of == versions))
     yield ""
     of_contract = f"contract {report.contract}" if report.contract else "before contracts had versions"
     known = sum(check in CATALOGUE for check in checks)
