@@ -140,7 +140,7 @@ def _outcomes(heads: Sequence[Head], report: Report) -> Iterator[str]:
     sources = [_source(head) for head in heads]
     for versions in distinct(versions for _, versions in sources):
         yield f"- {versions}:"
-        yield from (f"  - {run}" for run in distinct(run for run, of in sources if of == versions))
+        yield from (f"    - {run}" for run in distinct(run for run, of in sources if of == versions))
     yield ""
     of_contract = f"contract {report.contract}" if report.contract else "before contracts had versions"
     known = sum(check in CATALOGUE for check in checks)
@@ -156,13 +156,20 @@ def _outcomes(heads: Sequence[Head], report: Report) -> Iterator[str]:
     noted = [row for row in report.rows if row.status in (Outcome.XFAIL, Outcome.NOT_RUN, Outcome.FAIL, Outcome.ERROR)]
     if noted:
         yield ""
-        reasons: Counter[tuple[str, ...]] = Counter()
+        reasons: dict[tuple[str, str, str], list[Row]] = {}
         for row in noted:
-            reasons[str(row.status), f"{row.backend}/{row.kernel}", row.check, row.reason] += row.cases
+            reasons.setdefault((str(row.status), row.check, row.reason), []).append(row)
         yield from _table(
-            ("outcome", "kernel", "check", "cases", "reason"),
-            [[status, kernel, f"`{check}`", str(n), reason] for (status, kernel, check, reason), n in reasons.items()],
+            ("outcome", "kernels", "check", "cases", "reason"),
+            [
+                [status, _kernels(rows), f"`{check}`", str(sum(row.cases for row in rows)), reason]
+                for (status, check, reason), rows in reasons.items()
+            ],
         )
+
+
+def _kernels(rows: Iterable[Row]) -> str:
+    return ", ".join(distinct(f"{row.backend}/{row.kernel}" for row in rows))
 
 
 def _shown(value: object) -> str:
