@@ -166,6 +166,14 @@ def test_reports_of_one_device_are_one_table():
     assert "executed: 2 cases of 1 checks, of " in text
 
 
+def test_kernels_that_were_not_run_share_a_row_and_have_no_column():
+    ran = {"backend": "fa3", "kernel": "torch", "check": "math.decode", "case": None, "path": "eager", "status": "pass"}
+    absent = [ran | {"kernel": name, "check": "*", "status": "not_run", "reason": "no GPU"} for name in ("a", "b")]
+    text = page(Results(HEAD, (ran, *absent), {"suite_version": "1"}))
+    assert "| check | fa3/torch |\n" in text
+    assert "| not_run | fa3/a, fa3/b | `*` | 2 | no GPU |" in text
+
+
 def test_the_committed_matrix_is_what_the_committed_results_and_the_records_give():
     files = shown(ROOT / "docs" / "results")
     assert files

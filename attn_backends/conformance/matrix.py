@@ -132,7 +132,8 @@ def _source(head: Head) -> tuple[str, str]:
 
 
 def _outcomes(heads: Sequence[Head], report: Report) -> Iterator[str]:
-    cells = by_cell(report.rows)
+    started = [row for row in report.rows if row.check != "*"]
+    cells = by_cell(started)
     columns = distinct(column for _, column in cells)
     checks = distinct(check for check, _ in cells)
     yield f"## What the suite found on {report.device}"
@@ -145,7 +146,7 @@ def _outcomes(heads: Sequence[Head], report: Report) -> Iterator[str]:
     of_contract = f"contract {report.contract}" if report.contract else "before contracts had versions"
     known = sum(check in CATALOGUE for check in checks)
     executed = f"{report.executed} cases of {known} checks, of {len(CATALOGUE)} that there are now"
-    star = " `*` stands for all checks of a kernel that was not run." if "*" in checks else ""
+    star = " `*` stands for all checks of a kernel that was not run." if len(started) < len(report.rows) else ""
     yield f"Suite {report.suite_version}, {of_contract}; executed: {executed}.{star}"
     for kernel, names in report.profiles.items():
         yield f"`{kernel}` {told(names)}."
