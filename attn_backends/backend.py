@@ -230,10 +230,10 @@ class AttentionBackend(BackendDefinition[Plan]):
         planned = meta.schedules.planned(meta.forward, shape)
         kernel, tree = self.kernel_of(meta.kind), meta.tree
         if tree is None:
-            return kernel.launch(q if kernel.takes_parts else joined(q), cache, planned, layer)
+            return kernel.attend(q if kernel.takes_parts else joined(q), cache, planned, layer)
         q = joined(q)
         # The join of the tree counts the sinks, once.
-        dense = kernel.launch(q, cache, planned, layer if layer.sinks is None else replace(layer, sinks=None))
+        dense = kernel.attend(q, cache, planned, layer if layer.sinks is None else replace(layer, sinks=None))
         mask, scales = tree.within(layer.window), (layer.scale, layer.k_scale, layer.v_scale)
         return AttentionOutput(*tree_join(q, *cache.pages, tree.slots, mask, *dense, *scales, layer.sinks))
 

@@ -53,6 +53,12 @@ class OwnStore(FA3Backend):
         cache.store(inputs, meta.write_slots, layer.k_scale, layer.v_scale)
 
 
+class PlainTuple(WrongBase):
+    """A backend whose kernel returns a tuple without names."""
+
+    kernels = (replace(RIGHT, launch=lambda *args: tuple(RIGHT.launch(*args))),)
+
+
 WRONG_BASE = "tests.test_conformance_failures:WrongBase"
 
 
@@ -74,6 +80,12 @@ def test_the_most_basic_failures_come_first_with_what_the_check_holds(capsys):
     assert {"graph", "api"} < set(groups)
     assert re.fullmatch(r"\d+ more of \d+", counted[0][1])
     assert "math.decode (3)" in counted[0][2]
+
+
+def test_a_kernel_that_returns_no_attention_output_is_named():
+    rows = run_conformance(PlainTuple, select="math.decode,math.draft_decode", quick=True).rows
+    told = "TypeError: a kernel returns AttentionOutput(out, lse), and kernel torch returned a tuple "
+    assert {row.check for row in rows if row.reason.startswith(told)} == {row.check for row in rows}
 
 
 def test_a_single_failure_is_told_alone(capsys):
