@@ -103,7 +103,7 @@ class Kernel(Generic[Plan]):
     needs_layers: bool = False
 
     def attend(self, q: Any, cache: PagedCache, plan: Any, layer: AttentionLayer) -> AttentionOutput:
-        """What `launch` returns. Raises `TypeError` if that is no `AttentionOutput`."""
+        """The output of `launch`. Raises `TypeError` if that is no `AttentionOutput`."""
         output = self.launch(q, cache, plan, layer)
         if not isinstance(output, AttentionOutput):
             given = type(output).__name__
