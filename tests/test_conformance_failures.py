@@ -95,6 +95,14 @@ def test_a_single_failure_is_told_alone(capsys):
     assert " failed, " not in output.replace("api failed, ", "")
 
 
+def test_a_case_that_fails_again_stays_in_its_file(tmp_path, capsys):
+    case, *_ = selected_cases(resolve_subjects("fa3")[0][0], "api.keeps_no_state", 1)
+    file = tmp_path / "case.json"
+    file.write_text(case.to_json())
+    assert main(["conformance", WRONG_BASE, "--case", str(file)]) == 1
+    assert f"--kernel torch --case {file}\n" in capsys.readouterr().out
+
+
 def test_checks_run_from_the_most_basic_group_on():
     cases = selected_cases(resolve_subjects("fa3")[0][0])
     groups = list(dict.fromkeys(group_of(case.check) for case in cases))

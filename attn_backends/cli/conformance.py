@@ -189,19 +189,21 @@ def _name_of(row: Row, args: argparse.Namespace) -> str:
     return next((name for name in args.backends or list_backends() if resolve(name).name == row.backend), row.backend)
 
 
-def _case_file(row: Row) -> str:
-    """A file that holds a row's case."""
+def _case_file(row: Row, given: str | None) -> str:
+    """A file that holds a row's case: the given one, unless that is none or JSON itself."""
     assert row.case is not None, "the caller looks"
+    if given and not given.startswith("{"):
+        return given
     path = _case_folder() / f"{row.check}-{row.case.name}.json"
     write_text(path, row.case.to_json() + "\n")
     return str(path)
 
 
 def _commands(row: Row, args: argparse.Namespace) -> tuple[str, str]:
-    """What runs a row's case alone, and what draws its metadata; the case is written to a file."""
+    """What runs a row's case alone, and what draws its metadata; the case is in a file."""
     if row.case is None:
         return "", ""
-    where = row, _name_of(row, args), args.device, _case_file(row)
+    where = row, _name_of(row, args), args.device, _case_file(row, args.case)
     return commands.again(*where), commands.picture(*where)
 
 
