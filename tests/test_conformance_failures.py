@@ -59,6 +59,15 @@ class PlainTuple(WrongBase):
     kernels = (replace(RIGHT, launch=lambda *args: tuple(RIGHT.launch(*args))),)
 
 
+class KeepsOldLengths(WrongBase):
+    """A backend whose plans hold lengths that no replay writes."""
+
+    kernels = (RIGHT,)
+
+    def plans(self, step, buffers):
+        return tuple(replace(plan, seqused_k=plan.seqused_k.clone()) for plan in super().plans(step, buffers))
+
+
 WRONG_BASE = "tests.test_conformance_failures:WrongBase"
 
 
@@ -86,6 +95,15 @@ def test_a_kernel_that_returns_no_attention_output_is_named():
     rows = run_conformance(PlainTuple, select="math.decode,math.draft_decode", quick=True).rows
     told = "TypeError: a kernel returns AttentionOutput(out, lse), and kernel torch returned a tuple "
     assert {row.check for row in rows if row.reason.startswith(told)} == {row.check for row in rows}
+
+
+def test_failures_of_replays_alone_are_told_as_such(capsys):
+    words = ["--quick", "--select", "math.decode"]
+    assert main(["conformance", "tests.test_conformance_failures:KeepsOldLengths", *words]) == 1
+    told = "fa3 (torch): all failures (2) are replays; eager cases (1) pass"
+    assert f"\n{told}\n" in capsys.readouterr().out
+    assert f"<p>{told}</p>" in html_page(run_conformance(KeepsOldLengths, select="math.decode", quick=True))
+    assert "are replays" not in html_page(run_conformance(WrongBase, select="plan.w*,math.de*", quick=True))
 
 
 def test_a_single_failure_is_told_alone(capsys):

@@ -27,7 +27,7 @@ from attn_backends.conformance import (
 )
 from attn_backends.conformance.catalogue import group_of
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
-from attn_backends.conformance.failures import FailedGroup, explained, failed_groups
+from attn_backends.conformance.failures import FailedGroup, explained, failed_groups, only_replays
 from attn_backends.conformance.floors import of_report
 from attn_backends.conformance.foreign.isolation import running
 from attn_backends.conformance.profiles import PROFILES, passed, told
@@ -142,6 +142,8 @@ def _print(report: Report, code: int, args: argparse.Namespace) -> None:
         _print_random(console, report.rows)
     for rows in by_kernel:
         _print_failures(console, failed_groups(rows), args)
+    for line in only_replays(report.rows):
+        console.print(escape(line), soft_wrap=True)
     for kernel, names in report.profiles.items():
         console.print(f"{escape(kernel)} {told(names)}", soft_wrap=True)
     for floor in of_report(report.floors):
