@@ -113,7 +113,9 @@ class AttentionBackend(BackendDefinition[Plan]):
         return (next(iter(self.choices.values())) if kind is StepKind.IDLE else self.choices[kind]).kernel
 
     def init_forward_metadata(self, step: Step) -> Metadata[Plan]:
-        """Metadata of an eager step, in fresh buffers."""
+        """Metadata of an eager step, in fresh buffers. Raises `UnsupportedStepError` for what is not declared, and
+        `InvalidStepError` for what is no step or too long for its table or the capacity.
+        """
         check_is_step(step)
         like = self._admit(step)
         step = closed(step, self.capacity)
@@ -135,7 +137,8 @@ class AttentionBackend(BackendDefinition[Plan]):
         instead, with the rows or pages of `paging`, so that a graph that begins with it needs no replay. Phases stay
         planned side by side, those that read one table in place for the same requests; buckets of a phase take turns.
         within: a set of phases that takes turns with others, as a whole (`PhaseSets`). layers: shapes to plan schedules
-        for at once; others are refused. Where none is named, a shape is planned for once a layer of it attends.
+        for at once; others are refused. Where none is named, a shape is planned for once a layer of it attends. Raises
+        as `init_forward_metadata` does, and `CaptureError` for more requests than the capacity's.
         """
         check_capture(bucket, paging, self.capacity)
         check_bound(inputs, bucket, paging, self.capacity)
@@ -157,7 +160,8 @@ class AttentionBackend(BackendDefinition[Plan]):
 
     def replay(self, meta: Metadata[Plan], step: Step) -> None:
         """Make captured metadata describe another step: copy its raw inputs, padded, and plan again. step: of the
-        caller's own tensors, no view of the static inputs (`meta.step`), which are overwritten.
+        caller's own tensors, no view of the static inputs (`meta.step`), which are overwritten. Raises as
+        `init_forward_metadata` does, for steps of other buckets too, and `CaptureError` for eager or bound metadata.
         """
         self.copy_inputs(meta, step)
         self.refresh(meta)
@@ -214,14 +218,16 @@ class AttentionBackend(BackendDefinition[Plan]):
             captured.phase.planned = captured
 
     def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer) -> None:
-        """Write the keys and values of this forward's rows to their slots."""
+        """Write the keys and values of this forward's rows to their slots. Raises as `forward` does."""
         self._shape_of(cache, meta, layer, inputs.dtype)
         cache.store(inputs, slots_to_write(self, meta), layer.k_scale, layer.v_scale)
 
     def forward(
         self, q: Tensor | LatentQuery, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer
     ) -> AttentionOutput:
-        """Attention of this forward's rows. q: [num_tokens, num_heads, head_dim]; of absorbed MLA (latent, rope)."""
+        """Attention of this forward's rows, in the shapes of `AttentionOutput`. q: [num_tokens, num_heads, head_dim],
+        or a `LatentQuery`. Raises `UnsupportedStepError` for what is not declared, `CaptureError` for stale metadata.
+        """
         shape = self._shape_of(cache, meta, layer, q.dtype)
         if reasons := query_reasons(q, all_rows(self, meta), layer):
             raise UnsupportedStepError(f"{self.name} layer {layer.id}", reasons)
@@ -230,10 +236,10 @@ class AttentionBackend(BackendDefinition[Plan]):
         planned = meta.schedules.planned(meta.forward, shape)
         kernel, tree = self.kernel_of(meta.kind), meta.tree
         if tree is None:
-            return kernel.launch(q if kernel.takes_parts else joined(q), cache, planned, layer)
+            return kernel.attend(q if kernel.takes_parts else joined(q), cache, planned, layer)
         q = joined(q)
         # The join of the tree counts the sinks, once.
-        dense = kernel.launch(q, cache, planned, layer if layer.sinks is None else replace(layer, sinks=None))
+        dense = kernel.attend(q, cache, planned, layer if layer.sinks is None else replace(layer, sinks=None))
         mask, scales = tree.within(layer.window), (layer.scale, layer.k_scale, layer.v_scale)
         return AttentionOutput(*tree_join(q, *cache.pages, tree.slots, mask, *dense, *scales, layer.sinks))
 

@@ -38,7 +38,9 @@ def list_backends() -> dict[str, str]:
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
-    """The class of a known name or of `module:Class`, whose module may lie in the working folder."""
+    """The class of a known name or of `module:Class`, whose module may lie in the working folder. Raises
+    `BackendUnavailableError` for any other.
+    """
     if ":" in name:
         with _working_folder_on_path():
             return _load(name, name)

@@ -50,7 +50,8 @@ class Capacity:
     at least the longest accepted path, which None stands for. An engine that extends by every verified node, as SGLang
     does, says num_draft_tokens, one with P-EAGLE's mask rows 2 * num_steps. block_size: query rows of a draft block,
     num_draft_tokens for None: the root and a mask token for each drafted one, as DFlash has it; DSpark's has no row for
-    the root.
+    the root. A uniform step may be wider where its tokens fit into `max_kv_len` with the committed ones; a ragged one
+    may not.
     """
 
     max_bs: int

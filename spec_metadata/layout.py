@@ -46,7 +46,7 @@ class Step:
     or [1] int32 where the device alone knows. num_steps: drafted depth of a draft-decode step, which plans num_steps -
     1 forwards; else 1. tree_mask: [bs, width, width] bool of a verify over a tree, row sees column (itself included);
     None for a chain. max_committed, seq_lens_cpu: what the host knows (`HostBounds`). reads_alone: its rows' own tokens
-    are in the cache, and it writes none (`frozen_draft`).
+    are in the cache, and it writes none (`frozen_draft`). Raises `InvalidStepError` for other shapes, types and bounds.
     """
 
     kind: StepKind

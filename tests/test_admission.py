@@ -204,6 +204,8 @@ def test_step_wider_than_the_capacity(checking: bool) -> None:
     prompt = Step.prefill(PackedQuery.of([too_many]), torch.tensor([0]), table, slots)
     with pytest.raises((InvalidStepError, AttnBackendsError)):
         world.backend.init_forward_metadata(prompt)
+    fits = world.backend.init_forward_metadata(Step.target_verify(8, torch.tensor([0]), table, max_committed=0))
+    assert fits.at().write_slots.tolist() == [*range(8)], "a uniform step may be wider"
     verify = Step.target_verify(12, torch.tensor([world.capacity.max_context]), table, slots[:12])
     with pytest.raises((InvalidStepError, AttnBackendsError)):
         world.backend.init_forward_metadata(verify)

@@ -87,6 +87,15 @@ def test_what_is_no_metadata_is_neither_replayed_nor_refreshed() -> None:
                 call()
 
 
+@pytest.mark.parametrize("checking", [False, True])
+def test_a_replay_does_not_take_the_static_step_that_it_overwrites(checking: bool) -> None:
+    world = World(Setup(FA3Backend, KV, 4, checking=checking))
+    meta = captured(world, StepKind.DECODE)
+    for call in (world.backend.replay, world.backend.copy_inputs):
+        with nothing_written(world, meta), pytest.raises(CaptureError, match="pass a step of tensors of your own"):
+            call(meta, meta.step)
+
+
 def test_replay_takes_captured_metadata_only() -> None:
     world = World(Setup(FA3Backend, KV, 4))
     step = Scene(world, Batch(StepKind.DECODE, (5, 3))).step()

@@ -247,8 +247,10 @@ def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, 
     written = json.loads(file.read_text())
     assert (written["device"], written["command"]) == ("CPU", "attn-backends demo --json FILE")
     assert [list(row) for row in written["rows"]] == [FIELDS.split()] * 22
-    output = capsys.readouterr().out
-    assert output.count("identical") == 22
+    output, told = capsys.readouterr()
+    assert output.count("identical") == 23
+    assert output.endswith("\n22 of 22 rows identical\n")
+    assert told.splitlines()[::21] == ["flashinfer_mla chain, eager: identical", "dsv4 chain, graph: identical"]
     assert output.startswith("flashinfer_mla chain, eager: after 'def read_file(path, encoding=' comes\n'")
     assert "trtllm_mla, kernel torch: prefill, decode, draft, verify, draft_extend\n" in output
     assert (
@@ -288,7 +290,7 @@ def test_demo_fails_if_a_row_does(dtype, consistent, code, verdict, monkeypatch,
     monkeypatch.setattr(demo, "run_row", lambda *args: next(rows))
     assert main(["demo", "--backend", "dsv4"]) == code
     output = capsys.readouterr().out
-    assert verdict in output
+    assert output.endswith(f"\n1 of 2 rows identical, 1 of 2 rows {verdict}\n")
     assert "2 of 6" in output
 
 
@@ -341,7 +343,7 @@ def test_demo_decodes_on_another_packages_backend(monkeypatch, capsys):
     monkeypatch.setattr(demo, "_runs", lambda names: [(name, "tree") for name in names])
     assert main(["demo", "--backend", "tests.test_cli:Theirs"]) == 0
     output = capsys.readouterr().out
-    assert output.count("identical") == 2
+    assert output.count("identical") == 3
     assert "theirs, kernel torch: prefill, decode, draft, verify, draft_extend" in output
 
 

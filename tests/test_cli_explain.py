@@ -20,7 +20,9 @@ def test_an_example_is_shown_on_every_backend_that_takes_it(capsys):
     assert main(["explain", "--example", "tree"]) == 0
     output = capsys.readouterr().out
     assert "no picture of dsv4: dsv4 (torch) can't take a target_verify step: a draft tree" in output
-    assert all(f"buffers of {name}," in output for name in ("fa3", "flashinfer_mla", "trtllm_mla", "reference"))
+    assert all(
+        f"declared buffers of {name}\n" in output for name in ("fa3", "flashinfer_mla", "trtllm_mla", "reference")
+    )
     assert "row 5 node 5  ████  ██   ·  ██   ·   · ██w" in output
 
 

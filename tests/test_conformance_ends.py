@@ -120,6 +120,8 @@ def test_a_malformed_case_says_all_that_is_wrong():
         (["fa3", "--select", "nonesuch"], "math.*"),
         (["fa3", "--device", "abacus"], "cpu or cuda"),
         (["fa3", "--case", "nonesuch.json"], "error: --case nonesuch.json: No such file or directory"),
+        (["fa3", "--case", '{"check": "math.decod", "kind": "decode"}'], "'math.decod'. Did you mean 'math.decode'?"),
+        (["fa3", "--case", '{"check": "nonesuch", "kind": "decode"}'], "'nonesuch'. The groups are plan.*, math.*"),
         (["fa3", "--config", "nonesuch.toml"], "nonesuch.toml"),
     ],
 )

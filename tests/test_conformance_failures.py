@@ -53,6 +53,21 @@ class OwnStore(FA3Backend):
         cache.store(inputs, meta.write_slots, layer.k_scale, layer.v_scale)
 
 
+class PlainTuple(WrongBase):
+    """A backend whose kernel returns a tuple without names."""
+
+    kernels = (replace(RIGHT, launch=lambda *args: tuple(RIGHT.launch(*args))),)
+
+
+class KeepsOldLengths(WrongBase):
+    """A backend whose plans hold lengths that no replay writes."""
+
+    kernels = (RIGHT,)
+
+    def plans(self, step, buffers):
+        return tuple(replace(plan, seqused_k=plan.seqused_k.clone()) for plan in super().plans(step, buffers))
+
+
 WRONG_BASE = "tests.test_conformance_failures:WrongBase"
 
 
@@ -76,11 +91,34 @@ def test_the_most_basic_failures_come_first_with_what_the_check_holds(capsys):
     assert "math.decode (3)" in counted[0][2]
 
 
+def test_a_kernel_that_returns_no_attention_output_is_named():
+    rows = run_conformance(PlainTuple, select="math.decode,math.draft_decode", quick=True).rows
+    told = "TypeError: a kernel returns AttentionOutput(out, lse), and kernel torch returned a tuple "
+    assert {row.check for row in rows if row.reason.startswith(told)} == {row.check for row in rows}
+
+
+def test_failures_of_replays_alone_are_told_as_such(capsys):
+    words = ["--quick", "--select", "math.decode"]
+    assert main(["conformance", "tests.test_conformance_failures:KeepsOldLengths", *words]) == 1
+    told = "fa3 (torch): all failures (2) are replays; eager cases (1) pass"
+    assert f"\n{told}\n" in capsys.readouterr().out
+    assert f"<p>{told}</p>" in html_page(run_conformance(KeepsOldLengths, select="math.decode", quick=True))
+    assert "are replays" not in html_page(run_conformance(WrongBase, select="plan.w*,math.de*", quick=True))
+
+
 def test_a_single_failure_is_told_alone(capsys):
     assert main(["conformance", WRONG_BASE, "--select", "api.keeps_no_state", "--quick"]) == 1
     output = capsys.readouterr().out
     assert output.count("\nfail: ") == 3
     assert " failed, " not in output.replace("api failed, ", "")
+
+
+def test_a_case_that_fails_again_stays_in_its_file(tmp_path, capsys):
+    case, *_ = selected_cases(resolve_subjects("fa3")[0][0], "api.keeps_no_state", 1)
+    file = tmp_path / "case.json"
+    file.write_text(case.to_json())
+    assert main(["conformance", WRONG_BASE, "--case", str(file)]) == 1
+    assert f"--kernel torch --case {file}\n" in capsys.readouterr().out
 
 
 def test_checks_run_from_the_most_basic_group_on():

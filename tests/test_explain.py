@@ -79,6 +79,7 @@ def test_examples_are_right_on_every_backend_that_takes_them(backend, example, c
     padded = [row for rows in picture.forwards for row in rows if row.law is None]
     assert bool(padded) is captured
     assert not any(table.is_marked for table in picture.buffers)
+    assert not picture.apart
 
 
 @pytest.mark.parametrize("path", ["eager", "graph"])
@@ -157,6 +158,7 @@ def test_what_a_kernel_gets_is_read_and_not_what_the_buffers_hold():
     assert {row.number for _, row in picture.wrong_rows} == set(range(8)), "all see what the padding of a capture sees"
     lengths = next(table for table in picture.buffers if table.name == "seqused_k")
     assert lengths.lines[0].values == ("11", "44", "4"), "they are right in the buffer"
+    assert "wrong; its kernel reads RaggedPlan.seqused_k, in no declared buffer: those may" in to_text([picture])
 
 
 LONGEST = {"tokens": 0}
@@ -272,6 +274,9 @@ def test_the_wrong_rows_of_a_conformance_case_are_marked():
     wrong = [row for _, row in picture.wrong_rows]
     assert {row.law.request for row in wrong} == {0, 1}
     assert all("does not see slot" in row.faults[0] for row in wrong)
+    text = to_text([picture])
+    assert "WRONG: 8 of 8 rows are wrong: each misses its own last key, as where a length is one short\n" in text
+    assert "does not see slot" not in text, "a line for all"
 
 
 class TailPlanned(FA3Backend):

@@ -58,7 +58,7 @@ def test_the_planted_fault_is_one_line_of_a_copy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("planted", "scratch", "wanted"),
     [
-        (True, "unwritten", "here by nan"),
+        (True, "unwritten", "here is NaN"),
         pytest.param(True, "filled", "rows are wrong; here by 1", marks=pytest.mark.full),
         pytest.param(False, "unwritten", "pass", marks=pytest.mark.full),
     ],

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from attn_backends import AttentionBackend, get_backend
+from spec_metadata import Step
 from tests.words import (
     MOST_WORDS,
     of_docstrings,
@@ -38,6 +40,12 @@ def test_every_sentence_is_plain(source):
 
 def test_docstrings_begin_with_a_noun():
     assert [(each.place, each.text) for each in without_subject()] == []
+
+
+def test_what_engines_call_says_what_it_raises():
+    names = ("init_forward_metadata", "capture", "replay", "store", "forward")
+    calls = (get_backend, Step, *(getattr(AttentionBackend, name) for name in names))
+    assert [call for call in calls if "Raises" not in str(call.__doc__)] == []
 
 
 @pytest.mark.parametrize(

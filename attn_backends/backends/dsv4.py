@@ -235,8 +235,8 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
             entries = selected.plan.entries[layer.compression.ratio]
             slots = entries.slots if index is None else _select(index, cache, selected.plan, layer)
             selected = Selected(selected.planned, slots)
-        launch: Callable[..., AttentionOutput] = self.kernel_of(meta.kind).launch
-        return launch(q, cache, selected, layer)
+        attend: Callable[..., AttentionOutput] = self.kernel_of(meta.kind).attend
+        return attend(q, cache, selected, layer)
 
     def unsupported_reasons(self, step: Step) -> list[str]:
         """Reasons why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""

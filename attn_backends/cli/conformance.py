@@ -27,7 +27,7 @@ from attn_backends.conformance import (
 )
 from attn_backends.conformance.catalogue import group_of
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
-from attn_backends.conformance.failures import FailedGroup, explained, failed_groups
+from attn_backends.conformance.failures import FailedGroup, explained, failed_groups, only_replays
 from attn_backends.conformance.floors import of_report
 from attn_backends.conformance.foreign.isolation import running
 from attn_backends.conformance.profiles import PROFILES, passed, told
@@ -142,6 +142,8 @@ def _print(report: Report, code: int, args: argparse.Namespace) -> None:
         _print_random(console, report.rows)
     for rows in by_kernel:
         _print_failures(console, failed_groups(rows), args)
+    for line in only_replays(report.rows):
+        console.print(escape(line), soft_wrap=True)
     for kernel, names in report.profiles.items():
         console.print(f"{escape(kernel)} {told(names)}", soft_wrap=True)
     for floor in of_report(report.floors):
@@ -189,19 +191,21 @@ def _name_of(row: Row, args: argparse.Namespace) -> str:
     return next((name for name in args.backends or list_backends() if resolve(name).name == row.backend), row.backend)
 
 
-def _case_file(row: Row) -> str:
-    """A file that holds a row's case."""
+def _case_file(row: Row, given: str | None) -> str:
+    """A file that holds a row's case: the given one, unless that is none or JSON itself."""
     assert row.case is not None, "the caller looks"
+    if given and not given.startswith("{"):
+        return given
     path = _case_folder() / f"{row.check}-{row.case.name}.json"
     write_text(path, row.case.to_json() + "\n")
     return str(path)
 
 
 def _commands(row: Row, args: argparse.Namespace) -> tuple[str, str]:
-    """What runs a row's case alone, and what draws its metadata; the case is written to a file."""
+    """What runs a row's case alone, and what draws its metadata; the case is in a file."""
     if row.case is None:
         return "", ""
-    where = row, _name_of(row, args), args.device, _case_file(row)
+    where = row, _name_of(row, args), args.device, _case_file(row, args.case)
     return commands.again(*where), commands.picture(*where)
 
 

@@ -89,7 +89,8 @@ def largest_error(field: str, actual: Tensor, exact: Tensor, budget: float) -> f
     if wrong:
         row = wrong[0]
         most = float(error[row].max())
-        message = f"{len(wrong)} of {len(error)} rows are wrong; here by {most:.3g}, over the budget of {budget:.3g}"
+        here = "is NaN" if actual[row].isnan().any() else f"by {most:.3g}, over the budget of {budget:.3g}"
+        message = f"{len(wrong)} of {len(error)} rows are wrong; here {here}"
         raise CheckFailure(field, message, row, _values(exact[row]), _values(actual[row]))
     return float(error.max())
 

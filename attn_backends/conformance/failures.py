@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from attn_backends.backend import AttentionBackend
@@ -45,6 +45,18 @@ def failed_groups(rows: Iterable[Row]) -> list[FailedGroup]:
             counts = {check: len(failed) for check, failed in by_check.items()}
             found.append(FailedGroup(name, _first_of_each(list(by_check.values())), counts))
     return found
+
+
+def only_replays(rows: Iterable[Row]) -> Iterator[str]:
+    """A sentence for each kernel whose failures are all replays, while eager cases pass."""
+    by_kernel: dict[str, list[Row]] = {}
+    for row in rows:
+        by_kernel.setdefault(f"{row.backend} ({row.kernel})", []).append(row)
+    for kernel, own in by_kernel.items():
+        failed = list(filter(has_failed, own))
+        passed = sum(row.path == "eager" and row.status is Outcome.PASS for row in own)
+        if passed and failed and all(row.path == "graph" for row in failed):
+            yield f"{kernel}: all failures ({len(failed)}) are replays; eager cases ({passed}) pass"
 
 
 def _first_of_each(by_check: Sequence[Sequence[Row]]) -> tuple[Row, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attn_backends.conformance import commands
 from attn_backends.conformance.catalogue import CATALOGUE, GROUPS, group_of
-from attn_backends.conformance.failures import has_failed
+from attn_backends.conformance.failures import has_failed, only_replays
 from attn_backends.conformance.floors import Floor, of_report
 from attn_backends.conformance.outcomes import Outcome, Report, Row
 from attn_backends.conformance.profiles import told
@@ -73,6 +73,7 @@ def html_page(report: Report, names: Mapping[str, str] | None = None) -> str:
         f"<pre>{escape(report.command)}</pre>",
         f"<p>{'<br>'.join(totals) or 'Nothing was run.'}</p>",
         *(f"<p>{escape(kernel)} {told(names)}</p>" for kernel, names in report.profiles.items()),
+        *(f"<p>{escape(line)}</p>" for line in only_replays(report.rows)),
         *_problems([_problem(row, names.get(row.backend, row.backend), device) for row in wrong]),
         "<h2>How fast</h2>",
         *_floors(of_report(report.floors)),

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from attn_backends.config.toml_options import closest_to
 from attn_backends.conformance.cases import Case
-from attn_backends.conformance.catalogue import CATALOGUE, CheckFailure, Measured, Subject, group_of
+from attn_backends.conformance.catalogue import CATALOGUE, GROUPS, CheckFailure, Measured, Subject, group_of
 from attn_backends.conformance.failures import lost_refusals
 from attn_backends.conformance.outcomes import Outcome, Row
 from attn_backends.errors import AttnBackendsError, ConfigError, PlanError
@@ -24,7 +25,8 @@ _OURS = {Path(folder) for package in _PACKAGES for folder in package.submodule_s
 def run_case(subject: Subject, case: Case) -> Row:
     """Run one case; never raises for what a backend does."""
     if case.check not in CATALOGUE:
-        raise ConfigError(f"no check has the id {case.check!r}; there are {', '.join(CATALOGUE)}")
+        told = closest_to(case.check, [*CATALOGUE]) or f". The groups are {', '.join(f'{each}.*' for each in GROUPS)}"
+        raise ConfigError(f"no check has the id {case.check!r}{told}")
     start = time.perf_counter()
     measured, status, reason = Measured(), Outcome.PASS, ""
     try:

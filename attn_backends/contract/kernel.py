@@ -102,6 +102,14 @@ class Kernel(Generic[Plan]):
     slower_mixed: Callable[[AttentionLayer, int, int], str] = lambda *_: "no measurement has one step as fast as two"
     needs_layers: bool = False
 
+    def attend(self, q: Any, cache: PagedCache, plan: Any, layer: AttentionLayer) -> AttentionOutput:
+        """The output of `launch`. Raises `TypeError` if that is no `AttentionOutput`."""
+        output = self.launch(q, cache, plan, layer)
+        if not isinstance(output, AttentionOutput):
+            given = type(output).__name__
+            raise TypeError(f"a kernel returns AttentionOutput(out, lse), and kernel {self.name} returned a {given}")
+        return output
+
     def by_name(self) -> Kernel[Plan]:
         """This kernel as it is when requested by name: it takes unnamed layers, too."""
         return replace(self, needs_layers=False) if self.needs_layers else self

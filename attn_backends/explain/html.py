@@ -48,7 +48,7 @@ def _section(group: Sequence[Picture]) -> str:
 
 def _article(picture: Picture) -> str:
     tables = "".join(map(_table, picture.buffers))
-    return f"<article><h2>buffers of {escape(picture.backend)}</h2><dl>{tables}</dl></article>"
+    return f"<article><h2>declared buffers of {escape(picture.backend)}</h2><dl>{tables}</dl></article>"
 
 
 def _table(table: Table) -> str:

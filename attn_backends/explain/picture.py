@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from attn_backends.explain.law import Owned, RowLaw, law_of, name_of, requests_o
 from attn_backends.explain.probes import ROWS
 from attn_backends.explain.reading import ForwardReading, Reader
 from attn_backends.explain.tables import Table, Wrong, table_of, tree_tables
-from attn_backends.planning.metadata import WRITE_SLOTS, Metadata
+from attn_backends.planning.metadata import WRITE_SLOTS, Metadata, parts_of
 from spec_metadata import CacheGeometry, Step
 from spec_metadata.static_inputs import closed
 from spec_metadata.visibility import query_starts
@@ -41,6 +42,13 @@ class RowPicture:
         """All that is wrong with it."""
         return self.seeing + self.writing
 
+    @property
+    def misses_last_key(self) -> bool:
+        """Whether this is all that is wrong."""
+        asked = self.law.sees[ROWS] if self.law else ()
+        missing = Counter(asked) - self.seen[ROWS]
+        return len(self.faults) == 1 and bool(asked) and missing == Counter(asked[-1:])
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -48,7 +56,7 @@ class Picture:
 
     backend, kernel, planner, path: what made and read it. step: a description. geometry: of the cache. requests: the
     real ones. forwards: rows of each; none if a buffer holds what no kernel may read. buffers: the declared ones and
-    the tree's. problems: values outside of what buffers declare.
+    the tree's. problems: values outside of what buffers declare. apart: tensors of plans in no declared buffer.
     """
 
     backend: str
@@ -61,11 +69,17 @@ class Picture:
     forwards: tuple[tuple[RowPicture, ...], ...]
     buffers: tuple[Table, ...]
     problems: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
 
     @property
     def wrong_rows(self) -> list[tuple[int, RowPicture]]:
         """Wrong rows, with their forward."""
         return [(forward, row) for forward, rows in enumerate(self.forwards) for row in rows if row.faults]
+
+    @property
+    def misses_last_keys(self) -> bool:
+        """Whether several rows miss their last key and nothing else is wrong."""
+        return len(self.wrong_rows) > 1 and all(row.misses_last_key for _, row in self.wrong_rows)
 
     @property
     def is_right(self) -> bool:
@@ -80,7 +94,12 @@ class Picture:
         if not self.wrong_rows:
             return "every row sees and writes what it must"
         total = sum(map(len, self.forwards))
-        return f"{len(self.wrong_rows)} of {total} rows {'is' if len(self.wrong_rows) == 1 else 'are'} wrong"
+        told = f"{len(self.wrong_rows)} of {total} rows {'is' if len(self.wrong_rows) == 1 else 'are'} wrong"
+        if self.misses_last_keys:
+            told += ": each misses its own last key, as where a length is one short"
+        if self.apart:
+            told += f"; its kernel reads {', '.join(self.apart)}, in no declared buffer: those may hold what is right"
+        return told
 
 
 def explain(given: Metadata | Reader, step: Step, ancestors: Sequence[Tensor] = ()) -> Picture:
@@ -109,7 +128,23 @@ def explain(given: Metadata | Reader, step: Step, ancestors: Sequence[Tensor] = 
         forwards=forwards,
         buffers=_tables(reader, readings, forwards),
         problems=problems,
+        apart=_apart(reader.meta),
     )
+
+
+def _apart(meta: Metadata) -> tuple[str, ...]:
+    """Tensors of plans, by name, that are views of no declared buffer, and of none of the step's own tensors."""
+    own = {t.untyped_storage().data_ptr() for _, t in (*_tensors(meta.buffers), *_tensors(meta.step))}
+    found = (each for plan in meta.plans for each in _tensors(plan, type(plan).__name__))
+    return tuple(dict.fromkeys(name for name, t in found if t.untyped_storage().data_ptr() not in own))
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif is_dataclass(value) or isinstance(value, Mapping | tuple | list):
+        for own, part in parts_of(value).items():
+            yield from _tensors(part, f"{name}.{own}")
 
 
 def _read(reader: Reader, ancestors: Sequence[Tensor]) -> tuple[tuple[str, ...], tuple[ForwardReading, ...]]:

@@ -18,9 +18,11 @@ LEFT, CELL, ROW, MARGIN = 130, 26, 20, 14
 MONO, SANS = 6.65, 5.9  # most of a character's width at 11 and 10 px
 _STYLE = (
     "text{font:11px ui-sans-serif,system-ui,Helvetica,Arial,sans-serif;fill:" + INK + "}"
-    ".mono{font-family:ui-monospace,Menlo,Consolas,monospace;white-space:pre}.small{font-size:10px}"
-    ".quiet{fill:" + QUIET + "}.head{font-size:13px;font-weight:600}.strong{font-weight:600}"
-    ".wrong{fill:" + WRONG + ";font-weight:700}.on{fill:#fff;font-size:10px}.mid{text-anchor:middle}"
+    ".mono{font-family:ui-monospace,Menlo,Consolas,monospace;white-space:pre}.small,.on,.label{font-size:10px}"
+    ".quiet,.label{fill:" + QUIET + "}.head{font-size:13px;font-weight:600}.strong{font-weight:600}"
+    ".wrong{fill:"
+    + WRONG
+    + ";font-weight:700}.on{fill:#fff}.mid,.on,.label{text-anchor:middle}circle{fill:none;stroke-width:2}"
 )
 _LEGEND = (
     ("sees", Mark.SEEN, False),
@@ -148,7 +150,7 @@ def _grid(canvas: Canvas, grid: Grid) -> None:
         canvas.text((x + end - 2) / 2, canvas.y + 11, words, "small mid")
     canvas.y += 15
     for column, (x, width) in zip(grid.columns, places, strict=True):
-        canvas.text(x + (width - 2) / 2, canvas.y + 12, column.label, "small quiet mid")
+        canvas.text(x + (width - 2) / 2, canvas.y + 12, column.label, "label")
     canvas.y += 16
     for row in grid.rows:
         _row(canvas, row, grid.columns, places)
@@ -177,9 +179,9 @@ def _cell(canvas: Canvas, x: float, y: float, width: float, mark: Mark, written:
     if written:
         ring = "#fff" if mark is not Mark.HIDDEN else INK
         at = f'cx="{middle:g}" cy="{y + height / 2:g}" r="4.5"'
-        canvas.parts.append(f'<circle {at} fill="none" stroke="{ring}" stroke-width="2"/>')
+        canvas.parts.append(f'<circle {at} stroke="{ring}"/>')
     elif mark is Mark.EXTRA or (number and mark is Mark.SEEN):
-        canvas.text(middle, y + 13, "!" if mark is Mark.EXTRA else str(number), "on mid")
+        canvas.text(middle, y + 13, "!" if mark is Mark.EXTRA else str(number), "on")
 
 
 def _places(columns: Sequence[Column]) -> Iterator[tuple[float, float]]:
@@ -195,7 +197,7 @@ def _places(columns: Sequence[Column]) -> Iterator[tuple[float, float]]:
 
 def _buffers(canvas: Canvas, picture: Picture) -> None:
     canvas.y += 10
-    canvas.line(f"buffers of {picture.backend}, as its kernel gets them", "strong")
+    canvas.line(f"declared buffers of {picture.backend}", "strong")
     for table in picture.buffers:
         _table(canvas, table)
 
@@ -221,4 +223,5 @@ def _values(line: Line, left: int) -> tuple[str, int]:
         f'<tspan class="wrong" text-decoration="underline">{escape(value)}</tspan>' if marked else escape(value)
         for value, marked in zip(line.values, line.marked, strict=True)
     ]
-    return f'<tspan class="quiet">{escape(label)}</tspan>{" ".join(told)}', len(label) + len(" ".join(line.values))
+    quiet = f'<tspan class="quiet">{escape(label)}</tspan>' if label or any(line.marked) else ""  # tags begin with one
+    return quiet + " ".join(told), len(label) + len(" ".join(line.values))

@@ -37,7 +37,7 @@ def _head(group: Sequence[Picture]) -> Iterator[str]:
     yield titles_of(group)
     yield f"{group[0].step}; pages of {group[0].geometry.page_size}"
     yield f"{'right' if group[0].is_right else 'WRONG'}: {group[0].verdict}"
-    for forward, row in group[0].wrong_rows:
+    for forward, row in group[0].wrong_rows if not group[0].misses_last_keys else ():
         yield f"  forward {forward}, row {row.number} ({row.name}): {'; '.join(row.faults)}"
 
 
@@ -74,7 +74,7 @@ def _pool(pool: int) -> str:
 
 
 def _buffers(picture: Picture) -> Iterator[str]:
-    yield f"buffers of {picture.backend}, as its kernel gets them"
+    yield f"declared buffers of {picture.backend}"
     for table in picture.buffers:
         yield f"{'!' if table.is_marked else ' '} {table.name} {table.shape}: {table.about}"
         yield from _lines(table)

@@ -58,6 +58,8 @@ class Captured:
                 f"metadata of ({self.bucket}) reads the engine's buffers: write those, then refresh it or replay the "
                 "graph that does"
             )
+        if step is self.static:
+            raise CaptureError("meta.step is what a replay overwrites: pass a step of tensors of your own")
         is_known = _table_of(step.paging, self.captured_on) == self._table and step.layout == self._layout
         return is_known and step.longest(self.capacity) <= self._longest
 

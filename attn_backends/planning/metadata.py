@@ -199,7 +199,7 @@ def own_drafted(step: Step, write_slots: Tensor) -> Step:
 def check_frozen(captured: Sequence[Any], planned: Sequence[Any]) -> None:
     """Refuse plans of a graph that would be of other tensors or Python values now: no kernel would see these."""
     for old, new in zip(captured, planned, strict=True):
-        before, after = ({name: _frozen(part) for name, part in _parts(plan).items()} for plan in (old, new))
+        before, after = ({name: _frozen(part) for name, part in parts_of(plan).items()} for plan in (old, new))
         for name in {**before, **after}:
             if before.get(name) != after.get(name):
                 raise CaptureError(
@@ -214,11 +214,11 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.data_ptr(), tuple(value.shape), value.stride()
     if is_dataclass(value) or isinstance(value, (Mapping, tuple, list)):
-        return {name: _frozen(part) for name, part in _parts(value).items()}
+        return {name: _frozen(part) for name, part in parts_of(value).items()}
     return value
 
 
-def _parts(value: Any) -> Mapping[Any, Any]:
+def parts_of(value: Any) -> Mapping[Any, Any]:
     """The parts of a record or collection by name or place; anything else is its own only part."""
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}

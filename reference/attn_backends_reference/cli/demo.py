@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from attn_backends import results
 from attn_backends.backend import AttentionBackend
 from attn_backends.cli import Command
-from attn_backends.cli.consoles import output_console, progress
+from attn_backends.cli.consoles import error_console, output_console, progress
 from attn_backends.registry import get_backend
 from attn_backends_reference.cli.options import add_runtime, choices_in_words, load_config
 from attn_backends_reference.eagle.engine import Engine, build_engine
@@ -39,7 +39,7 @@ SHOWN_TOKENS = 48  # of the text that is printed first
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every row, write each as it comes, print the table and why which kernel ran; 1 if a row failed."""
+    """Run every row, write each as it comes, print the table, why which kernel ran, the verdict; 1 if a row failed."""
     results.check_output("--json", args.json)
     runs = list(_runs(args.backend or BACKENDS))
     configs = [
@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
                 _show_text(engine, what, min(prompts, key=len))
             rows.append(run_row(engine, prompts, bar.advance, exact))
             recording.add(asdict(rows[-1]))
+            if not (console := error_console()).is_terminal:
+                console.print(f"{escape(what)}: {_verdict(rows[-1])}", soft_wrap=True)
             words = tuple(choices_in_words(engine.backends, config.phases))
             chosen.setdefault((backend, words), {})[preset] = None
     lines = list(_with_modes(chosen))
@@ -107,7 +109,7 @@ def _show_text(engine: Engine, what: str, prompt: str) -> None:
     output_console().print(escape(f"{what}: after {prompt!r} comes\n{text}\n"), soft_wrap=True)
 
 
-def _print(rows: Iterable[Row], lines: Iterable[str]) -> None:
+def _print(rows: Sequence[Row], lines: Iterable[str]) -> None:
     console = output_console()
     table = Table("backend", "kernel", "model", Column("mode", no_wrap=True), "tokens a cycle", "verdict")
     for row in rows:
@@ -117,13 +119,19 @@ def _print(rows: Iterable[Row], lines: Iterable[str]) -> None:
     console.print(table)
     for line in lines:
         console.print(escape(line), soft_wrap=True)
+    counts = Counter(map(_word, rows))
+    console.print(", ".join(f"{number} of {len(rows)} rows {word}" for word, number in counts.items()))
+
+
+def _word(row: Row) -> str:
+    if row.identical:
+        return "[green]identical[/]"
+    return "[yellow]consistent[/]" if row.passed else "[red]WRONG[/]"
 
 
 def _verdict(row: Row) -> str:
-    if row.identical:
-        return "[green]identical[/]"
-    color, verdict = ("yellow", "consistent") if row.passed else ("red", "WRONG")
-    return f"[{color}]{verdict}[/]: {row.divergences} of {row.batch_size} differ, gap {row.max_gap:.2g}"
+    differ = f": {row.divergences} of {row.batch_size} differ, gap {row.max_gap:.2g}"
+    return _word(row) + differ * (not row.identical)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
