@@ -6,7 +6,7 @@ Results are read by `attn_backends.results` alone. Who commits a new result rene
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -269,6 +269,14 @@ def prompt_forms(name: str) -> tuple[str, ...]:
     return spread((row["speed"] for row in rows(f"h200/{name}", kernel="gluon")), 2)
 
 
+def blocks() -> tuple[str, ...]:
+    """The documents' GPU blocks that passed, that could not run, and that were started."""
+    came = Counter(row["status"] for row in rows("h200/doc_blocks"))
+    assert came["fail"] == 0
+    assert came["started"] == 1
+    return str(came["pass"]), str(came["not_run"])
+
+
 def lists_of_128_heads() -> tuple[str, ...]:
     place = {"kernel": "flashinfer_fa3", "phase": "cycle", "heads": 128}
     return tuple(f"{row['us']:.0f}" for row in rows("h200/plan_graphs_flashinfer", **place))
@@ -296,6 +304,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     ),
     (README, r"\[(\S+) planned and (\S+) attended, (\S+) wrong", fuzzed),
     (README, r"of (\S+) that users reported, \[(\S+) are", reported),
+    (CONTRIBUTING, r"\), (\S+) passed, (\S+) needed an engine or a `MODEL`, and one was `started`", blocks),
     (MEASURED, r"drafts take (\S+) MiB", mebibytes),
     (MEASURED, r"in all (\S+) cases of \{backend", lambda: all_are("full_cross", "identical", True)),
     (MEASURED, r"in all (\S+) rows of the \[demo\]", lambda: all_are("h200/demo_float32", "identical", True)),
@@ -305,7 +314,11 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"This was (\S+) cases of (\S+) of today's (\S+) checks", lambda: executed(SUITES)),
     (MEASURED, r"Of the other (\S+), (\S+) are for kernels that plan on the host, and (\S+) check", never_ran),
     (MEASURED, r"\[(\S+) cases\]\(results/h200/conformance_fa3", sinks),
-    (CONTRIBUTING, r"It had (\S+) lines and has about (\S+), (\S+ \S+) of.*? it grew by (\S+ \S+),", hot_path_lines),
+    (
+        CONTRIBUTING,
+        r"(?s)Before, it had (\S+) lines.*? It has about (\S+), (\S+ \S+) of.*? it grew by (\S+ \S+),",
+        hot_path_lines,
+    ),
     (MEASURED, r"that adapts emits (\S+) to (\S+) of", adapted),
     (
         MEASURED,
