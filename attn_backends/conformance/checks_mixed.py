@@ -71,6 +71,15 @@ def _parts_of(scene: Scene) -> list[Step]:
     return parts
 
 
+def _mixed_step(scene: Scene) -> Step:
+    """The parts of a scene as one step, of which the first was mixed before, alone."""
+    first, *others = _parts_of(scene)
+    step = mixed_step([mixed_step([first]), *others])
+    if step.out_cache_loc is None:
+        raise CheckFailure("mixed step", "it leaves out the slots that its parts have")
+    return step
+
+
 def _captures(subject: Subject) -> bool:
     declared = subject.capabilities.get(StepKind.PREFILL)
     return declared is not None and declared.captures_packed
@@ -102,7 +111,7 @@ class _Mixing(Captured):
     def fill(self, scene: Scene) -> Step:
         """Make what the model hands in that of a scene. Returns the step."""
         super().fill(scene)
-        return mixed_step(_parts_of(scene))
+        return _mixed_step(scene)
 
 
 @check("math.mixed", joined(_mixed, in_8_bits(_mixed)))
@@ -113,7 +122,7 @@ def mixed(subject: Subject, case: Case) -> Measured:
         captured = _Mixing(world, case)
         return nearest([_measured(captured.run(scene_of(world, batch_of(case), case.seed + i), case)) for i in (1, 2)])
     scene = scene_of(world, batch_of(case), case.seed)
-    before, step = prepare_memory(scene, case), mixed_step(_parts_of(scene))
+    before, step = prepare_memory(scene, case), _mixed_step(scene)
     inputs = scene.inputs(num_tokens=step.num_tokens)
     meta = world.backend.init_forward_metadata(step)
     return _measured(Ran(scene, inputs, run_forwards(world, meta, inputs), before, meta))
