@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +10,13 @@ from torch import Tensor
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
-from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs, nearest
+from attn_backends.conformance.comparisons import (
+    compare_identical,
+    compare_memory,
+    compare_outputs,
+    nearest,
+    why_invalid,
+)
 from attn_backends.conformance.exercise import Captured, batch_of, bucket_of, scene_of, setup_of, world_of
 from attn_backends.conformance.situations import (
     RAGGED_KINDS,
@@ -29,13 +34,14 @@ from spec_metadata import (
     BoundedQuery,
     BoundInputs,
     Bucket,
-    InvalidStepError,
     Paging,
     Step,
     StepKind,
     TokenBucket,
 )
+from spec_metadata.bound_inputs import check_bound
 
+INPUTS = "bound inputs"
 ANYTHING = 2**30  # in padding, where an engine says how many requests are real
 
 
@@ -53,7 +59,7 @@ class BoundGraph(Captured):
         include, has_mask = is_table and not self.counts, bucket.tree and bucket.kind is StepKind.TARGET_VERIFY
         self.paging: Paging
         if is_table:
-            pages = torch.zeros(bucket.bs, world.max_pages, dtype=index, device=device)
+            pages = torch.zeros(bucket.bs, world.max_pages + 1, dtype=index, device=device)  # wider than the capacity
             self.paging = BlockTable(pages, geometry)
         else:
             rows = torch.full((bucket.bs,), geometry.reserved_row, dtype=torch.int64, device=device)
@@ -161,6 +167,7 @@ def _check_reserved(captured: BoundGraph | BoundRaggedGraph, why: str) -> None:
     read = paging.static_input()
     if wrong := read[read != paging.padding].tolist():
         raise CheckFailure("pages or rows of requests", why, None, "reserved", str(wrong))
+    compare_identical("committed tokens", meta.step.seq_lens, torch.zeros_like(meta.step.seq_lens))
 
 
 class BoundRaggedGraph(Captured):
@@ -259,15 +266,27 @@ def bound_values(subject: Subject, case: Case) -> Measured:
     bucket, ran = bucket_of(world, case), captured.run(scene, case)
     compare_outputs(ran.scene, ran.inputs, ran.outputs)
     found = [
-        _refused(partial(world.backend.capture, bucket, captured.paging, wrong)) for wrong in _misfits(inputs, meta)
+        why_invalid(INPUTS, partial(world.backend.capture, bucket, captured.paging, wrong))
+        for wrong in _misfits(inputs, meta)
     ]
+    if isinstance(bucket, Bucket) and bucket.num_steps > 1:
+        wrong = replace(inputs, out_cache_loc=None, lens_include_rows=True)
+        shortest = replace(bucket, num_steps=2)
+        found.append(why_invalid(INPUTS, partial(check_bound, wrong, shortest, captured.paging, world.capacity)))
     step, slots, assigned = scene.step(), inputs.out_cache_loc, captured.paging.static_input()
     places = [(buffer, 0) for buffer in (inputs.seq_lens, slots, inputs.num_real, inputs.widths, assigned)]
     for buffer, place in [*places, (slots, len(step.flat_slots()) - 1)]:
         if buffer is not None:
             captured.bring(step)
             buffer[place] = ANYTHING
-            found.append(_refused(partial(world.backend.refresh, meta)))
+            found.append(why_invalid(INPUTS, partial(world.backend.refresh, meta)))
+    captured.bring(step)
+    if inputs.num_real is not None:
+        inputs.num_real.sub_(1)
+    for buffer in (inputs.seq_lens, slots, inputs.widths, assigned):
+        if buffer is not None:
+            buffer[-1] = ANYTHING  # of padding
+    world.backend.refresh(meta)
     return Measured(refusal=found[-1])
 
 
@@ -283,11 +302,3 @@ def _misfits(inputs: BoundInputs, meta: Metadata) -> list[BoundInputs]:
         replace(inputs, widths=None if has_widths else inputs.seq_lens),
         *loop,
     ]
-
-
-def _refused(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except InvalidStepError as refusal:
-        return str(refusal)
-    raise CheckFailure("bound inputs", "buffers or values that don't fit: taken")

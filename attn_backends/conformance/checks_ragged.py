@@ -55,8 +55,7 @@ def _over_the_bound(subject: Subject) -> list[Case]:
 @check("math.ragged_cut", joined(_over_the_bound, in_8_bits(_over_the_bound)))
 def ragged_cut(subject: Subject, case: Case) -> Measured:
     """Widths over the bound are cut by the rule: the deepest rows go, of equally deep ones those of later requests, and
-    the root of each stays. Requests that the device says are padding have no row and no
-    token.
+    the root of each stays. Requests that the device says are padding have no row and no token.
     """
     world, found = extra_world_of(subject, case), []
     captured = Captured(world, case) if case.path == "graph" else None

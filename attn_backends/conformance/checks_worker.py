@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from attn_backends.conformance.cases import CACHE_DTYPES, Case
-from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
-from attn_backends.conformance.comparisons import compare_identical
+from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.comparisons import compare_identical, why_invalid
 from attn_backends.conformance.exercise import batch_of, new_graph, prepare_memory, scene_of, setup_of, world_of
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import eager, situations
@@ -33,7 +33,7 @@ from attn_backends.conformance.worker_laws import (
     walked,
 )
 from attn_backends.conformance.worlds import World, capacity_of
-from spec_metadata import Acceptance, DraftTree, InvalidStepError, StepKind, accept, compaction_moves, confident_widths
+from spec_metadata import Acceptance, DraftTree, StepKind, accept, compaction_moves, confident_widths
 
 NUM_REQUESTS = 16
 TOPKS = (1, 2, 4, 8)
@@ -112,17 +112,9 @@ def widths(subject: Subject, case: Case) -> Measured:
         scores.copy_(drawn[1])
         graph.replay()
         check_widths(got, scores, *given, num_real)
-    wrong: list[tuple[Any, Any]] = [(drawn.tolist(), 0), (drawn[0, 0], 0), (drawn[0].long(), 0), (drawn[0], "1")]
-    return Measured(refusal=[_refused(*given, real) for given in [*wrong, (drawn[0], 1.5)]][-1])
-
-
-def _refused(scores: Any, threshold: Any, real: Tensor) -> str:
-    try:
-        confident_widths(scores, threshold, NUM_REQUESTS * STEPS, real)
-    except InvalidStepError as refusal:
-        return str(refusal)
-    given = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-    raise CheckFailure("widths", f"of scores {given} and a threshold of {threshold!r}: taken")
+    wrong: Any = ((drawn[0].long(), 0), (drawn[0, 0], 0), (drawn.tolist(), 0), (drawn[0], 1.5), (drawn[0], "1"))
+    calls = [partial(confident_widths, one, limit, NUM_REQUESTS * STEPS, real) for one, limit in wrong]
+    return Measured(refusal=[why_invalid("scores or a threshold", call) for call in calls][-1])
 
 
 def _copy(static: Fields, other: Fields) -> None:
