@@ -19,14 +19,15 @@ from attn_backends.conformance.exercise import (
     world_of,
 )
 from attn_backends.conformance.situations import eager, one_page_size
-from spec_metadata import BlockTable, Step, StepKind, TokenBucket, idle_step
+from spec_metadata import BlockTable, Step, StepKind, TokenBucket, dense_part, idle_step
+from spec_metadata.visibility import host_lens
 
 
 @check("api.idle", one_page_size(eager((StepKind.DECODE,))))
 def idle(subject: Subject, case: Case) -> Measured:
     """A step without requests is planned and run, gives outputs without rows, and writes nothing. Tables of any width
     are taken. One of padding alone (`idle_step`), of uniform or packed rows, is right in checking mode, too, and writes
-    to the reserved page.
+    to the reserved page; the host knows how many keys it sees.
     """
     world = world_of(setup_of(subject, case))
     scene = scene_of(world, batch_of(replace(case, lens=())), case.seed)
@@ -46,6 +47,8 @@ def idle(subject: Subject, case: Case) -> Measured:
             step = idle_step(bucket, checking.paging(), capacity)
             padding = checking.backend.init_forward_metadata(step).at().write_slots
             compare_identical("slots of padding", padding.cpu(), geometry.reserved_slots(len(padding), rows.device))
+            known = torch.tensor(host_lens(step, bucket.bs, 0).kv_lens, dtype=torch.int32)
+            compare_identical("keys of padding, as the host knows them", dense_part(step, 0).kv_lens.cpu(), known)
     return Measured()
 
 

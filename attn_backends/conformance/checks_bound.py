@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +10,13 @@ from torch import Tensor
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
-from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
+from attn_backends.conformance.comparisons import (
+    compare_identical,
+    compare_memory,
+    compare_outputs,
+    nearest,
+    why_invalid,
+)
 from attn_backends.conformance.exercise import Captured, batch_of, bucket_of, scene_of, setup_of, world_of
 from attn_backends.conformance.situations import (
     RAGGED_KINDS,
@@ -29,13 +34,14 @@ from spec_metadata import (
     BoundedQuery,
     BoundInputs,
     Bucket,
-    InvalidStepError,
     Paging,
     Step,
     StepKind,
     TokenBucket,
 )
+from spec_metadata.bound_inputs import check_bound
 
+INPUTS = "bound inputs"
 ANYTHING = 2**30  # in padding, where an engine says how many requests are real
 
 
@@ -53,7 +59,7 @@ class BoundGraph(Captured):
         include, has_mask = is_table and not self.counts, bucket.tree and bucket.kind is StepKind.TARGET_VERIFY
         self.paging: Paging
         if is_table:
-            pages = torch.zeros(bucket.bs, world.max_pages, dtype=index, device=device)
+            pages = torch.zeros(bucket.bs, world.max_pages + 1, dtype=index, device=device)  # wider than the capacity
             self.paging = BlockTable(pages, geometry)
         else:
             rows = torch.full((bucket.bs,), geometry.reserved_row, dtype=torch.int64, device=device)
@@ -65,8 +71,8 @@ class BoundGraph(Captured):
             out_cache_loc=slots if self.counts or bucket.tree else None,
             num_real=torch.zeros(1, dtype=torch.int32, device=device) if self.counts else None,
             tree_mask=torch.ones(shape, dtype=torch.bool, device=device) if has_mask else None,
-            lens_include_rows=include,
         )
+        self.inputs = replace(self.inputs, lens_include_rows=True) if include else self.inputs  # else as by default
         return world.backend.capture(bucket, self.paging, self.inputs)
 
     def plan(self, step: Step) -> None:
@@ -118,28 +124,50 @@ def is_bindable(subject: Subject, case: Case) -> bool:
 @check("graph.bound_inputs", bindable)
 def bound_inputs(subject: Subject, case: Case) -> Measured:
     """A graph that is planned from an engine's own buffers computes and writes for what they hold at its replay. Slots
-    outside the pool write to the reserved page.
+    outside the pool write to the reserved page; pages and rows outside of it and the table are reserved ones.
     """
     world = world_of(setup_of(subject, case))
     captured = BoundGraph(world, case)
     ran = captured.run(scene_of(world, batch_of(case), case.seed + 1), case)
     compare_memory(ran.scene, ran.before, padded=True)
     found = compare_outputs(ran.scene, ran.inputs, ran.outputs)
-    _slots_outside(captured)
+    _values_outside(captured)
     return found
 
 
-def _slots_outside(captured: BoundGraph | BoundRaggedGraph) -> None:
-    """Plan again with slots right before and after the pool, for real rows as well."""
-    geometry, meta, slots = captured.world.geometry, captured.meta, captured.inputs.out_cache_loc
-    if slots is None:
-        return
-    slots.fill_(-1)
-    slots[1::2] = geometry.num_slots
+def _values_outside(captured: BoundGraph | BoundRaggedGraph) -> None:
+    """Plan again with slots and pages, or rows, right before and after the pool and the table, for real requests that
+    have no token yet; then with slots inside, for no request.
+    """
+    geometry, meta, inputs, paging = captured.world.geometry, captured.meta, captured.inputs, captured.paging
+    assigned, slots = paging.static_input(), inputs.out_cache_loc
+    num_places = geometry.num_pages if isinstance(paging, BlockTable) else paging.table.shape[0]
+    for buffer, end in ((assigned, num_places), (slots, geometry.num_slots)):
+        if buffer is not None:
+            buffer.fill_(-1)
+            buffer.view(-1)[1::2] = end
+    inputs.seq_lens.fill_(meta.step.width if inputs.lens_include_rows else 0)
+    _check_reserved(captured, "given ones are outside the pool")
+    if inputs.num_real is None:
+        counted, every = torch.as_tensor(meta.step.num_real).cpu(), torch.tensor([paging.bs], dtype=torch.int32)
+        compare_identical("number of real requests", counted, every)
+    elif slots is not None:
+        inputs.num_real.zero_()
+        slots.fill_((geometry.reserved_slot + geometry.page_size) % geometry.num_slots)
+        _check_reserved(captured, "no request is real")
+
+
+def _check_reserved(captured: BoundGraph | BoundRaggedGraph, why: str) -> None:
+    """Plan again, for the reserved page alone."""
+    geometry, meta = captured.world.geometry, captured.meta
     captured.world.backend.refresh(meta)
-    written = meta.buffers[WRITE_SLOTS.name]
+    written, paging = meta.buffers[WRITE_SLOTS.name], meta.step.paging
     if wrong := written[written // geometry.page_size != geometry.reserved_page].tolist():
-        raise CheckFailure("write slots", "given ones are outside the pool", None, "of the reserved page", str(wrong))
+        raise CheckFailure("write slots", why, None, "of the reserved page", str(wrong))
+    read = paging.static_input()
+    if wrong := read[read != paging.padding].tolist():
+        raise CheckFailure("pages or rows of requests", why, None, "reserved", str(wrong))
+    compare_identical("committed tokens", meta.step.seq_lens, torch.zeros_like(meta.step.seq_lens))
 
 
 class BoundRaggedGraph(Captured):
@@ -210,7 +238,7 @@ def bound_ragged(subject: Subject, case: Case) -> Measured:
         ran = captured.run(scene_of(world, batch, case.seed + turn), case)
         compare_memory(ran.scene, ran.before, padded=True)
         found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
-    _slots_outside(captured)
+    _values_outside(captured)
     return nearest(found)
 
 
@@ -238,19 +266,27 @@ def bound_values(subject: Subject, case: Case) -> Measured:
     bucket, ran = bucket_of(world, case), captured.run(scene, case)
     compare_outputs(ran.scene, ran.inputs, ran.outputs)
     found = [
-        _refused(partial(world.backend.capture, bucket, captured.paging, wrong)) for wrong in _misfits(inputs, meta)
+        why_invalid(INPUTS, partial(world.backend.capture, bucket, captured.paging, wrong))
+        for wrong in _misfits(inputs, meta)
     ]
-    for buffer in (
-        inputs.seq_lens,
-        inputs.out_cache_loc,
-        inputs.num_real,
-        inputs.widths,
-        captured.paging.static_input(),
-    ):
+    if isinstance(bucket, Bucket) and bucket.num_steps > 1:
+        wrong = replace(inputs, out_cache_loc=None, lens_include_rows=True)
+        shortest = replace(bucket, num_steps=2)
+        found.append(why_invalid(INPUTS, partial(check_bound, wrong, shortest, captured.paging, world.capacity)))
+    step, slots, assigned = scene.step(), inputs.out_cache_loc, captured.paging.static_input()
+    places = [(buffer, 0) for buffer in (inputs.seq_lens, slots, inputs.num_real, inputs.widths, assigned)]
+    for buffer, place in [*places, (slots, len(step.flat_slots()) - 1)]:
         if buffer is not None:
-            captured.bring(scene.step())
-            buffer[:1].fill_(ANYTHING)
-            found.append(_refused(partial(world.backend.refresh, meta)))
+            captured.bring(step)
+            buffer[place] = ANYTHING
+            found.append(why_invalid(INPUTS, partial(world.backend.refresh, meta)))
+    captured.bring(step)
+    if inputs.num_real is not None:
+        inputs.num_real.sub_(1)
+    for buffer in (inputs.seq_lens, slots, inputs.widths, assigned):
+        if buffer is not None:
+            buffer[-1] = ANYTHING  # of padding
+    world.backend.refresh(meta)
     return Measured(refusal=found[-1])
 
 
@@ -266,11 +302,3 @@ def _misfits(inputs: BoundInputs, meta: Metadata) -> list[BoundInputs]:
         replace(inputs, widths=None if has_widths else inputs.seq_lens),
         *loop,
     ]
-
-
-def _refused(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except InvalidStepError as refusal:
-        return str(refusal)
-    raise CheckFailure("bound inputs", "buffers or values that don't fit: taken")

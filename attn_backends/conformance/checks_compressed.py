@@ -6,8 +6,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from attn_backends.conformance.cases import CACHE_DTYPES, Case
-from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs, nearest
 from attn_backends.conformance.compressed_scenes import CompressedScene
 from attn_backends.conformance.compressed_worlds import (
@@ -53,6 +55,7 @@ from spec_metadata import StepKind
 VERIFY, EXTEND, DRAFT = StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND, StepKind.DRAFT_DECODE
 WIDTH = NUM_STEPS + 1  # of a verify and of a draft extend
 LONG_DRAFT = "steps5.nodes2"  # four forwards of a draft, two rows of a verify
+LISTS = ("state_", "input_rows", "entry_slots", "num_entries", "window_")  # of plans, each of one ratio
 SHORT_PAGE = 4  # tokens of a page that keeps the states of all of them
 CYCLES = 8
 CHUNKS = ((1, 3), (2, 1), (1, 4), (3, 1), (1, 7), (8, 2), (9, 3), (1, 6))  # prompt tokens of two requests
@@ -105,11 +108,34 @@ class Life:
             meta, inputs = self.world.backend.init_forward_metadata(scene.step()), scene.inputs()
             ran = Ran(scene, inputs, run_forwards(self.world, meta, inputs), before, meta)
         compare_memory(scene, before, padded=bool(self.graphs))
+        for forward, rows in enumerate(scene.rows):
+            _check_lists(ran.meta, forward, len(rows))
         self.found.append(compare_outputs(scene, ran.inputs, ran.outputs))
 
     def fits(self, tokens: int) -> bool:
         """Whether all requests can commit so many more tokens and draft after them."""
         return max(self.scene.batch.lens) + tokens + WIDTH <= self.world.table.shape[1]
+
+
+def _check_lists(meta: Metadata, forward: int, num_rows: int) -> None:
+    """What a plan of `spec_metadata.plans.compressed` lists: each token of an entry once, each state by one row, and
+    nothing right behind the tokens and entries that a row sees.
+    """
+    if "window_lens" not in meta.buffers:
+        return  # a plan of another form
+    planned = {name: tensor[forward] for name, tensor in meta.buffers.items() if name.startswith(LISTS)}
+    pairs = [("window_slots", "window_lens")]
+    for ratio in (name.removeprefix("input_rows_") for name in planned if name.startswith("input_rows")):
+        if ((planned[f"input_rows_{ratio}"] >= 0) & (planned[f"state_reads_{ratio}"] >= 0)).any():
+            raise CheckFailure(f"state_reads_{ratio}", "a token of this forward, which is an input row")
+        states = planned[f"state_writes_{ratio}"][:num_rows]
+        if (states[states >= 0].unique(return_counts=True)[1] > 1).any():
+            raise CheckFailure(f"state_writes_{ratio}", "two rows write one state", None, "", str(states.tolist()))
+        pairs += [(f"entry_slots_{ratio}", f"num_entries_{ratio}")] if f"entry_slots_{ratio}" in planned else []
+    for slots, num in pairs:
+        behind = torch.arange(planned[slots].shape[1], device=meta.step.device) == planned[num].unsqueeze(1)
+        if (planned[slots][behind] != -1).any():
+            raise CheckFailure(slots, "one more than a row sees", None, "-1")
 
 
 def _accepted(cycle: int) -> tuple[int, int, int]:

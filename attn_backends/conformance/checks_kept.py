@@ -82,6 +82,9 @@ def keeps_first_rows(subject: Subject, case: Case) -> Measured:
         meta = world.backend.init_forward_metadata(scene.step())
         bound = sum(counts) - case.seed % 2
         _store(world, meta, scene.inputs()[0], _tensor(counts, case, world), bound)
+        nothing = meta.keeping(_tensor([0] * len(counts), case, world), 1).kept
+        assert nothing is not None, "it says which rows"
+        compare_identical("rows where none is kept", nothing.cpu(), torch.zeros(1, dtype=torch.int64))
         return _check(scene, before, _within(counts, bound))
     captured = scene_of(world, batch_of(replace(case, lens=case.captured_lens)), case.seed)
     scene = scene_of(world, batch_of(case), case.seed + 1)

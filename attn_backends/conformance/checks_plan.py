@@ -67,7 +67,8 @@ def positions_of_tokens(subject: Subject, case: Case) -> Measured:
     scene, meta = _planned(subject, case)
     for forward, rows in enumerate(scene.rows):
         expected = [row.token if isinstance(row.token, int) else len(row.visible) - 1 for row in rows]
-        got = token_positions(meta.step, forward)[: len(rows)]
+        given = (forward,) if forward else ()  # the first is the default
+        got = token_positions(meta.step, *given)[: len(rows)]
         compare_identical(f"positions of forward {forward}", got.cpu(), torch.tensor(expected, dtype=torch.int64))
     return Measured()
 

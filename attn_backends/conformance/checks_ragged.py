@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attn_backends.conformance.cases import Case
-from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.checks_math import extra_world_of, measure_extra
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
 from attn_backends.conformance.exercise import Captured, Ran, batch_of, run_eagerly, scene_of
@@ -55,12 +55,15 @@ def _over_the_bound(subject: Subject) -> list[Case]:
 @check("math.ragged_cut", joined(_over_the_bound, in_8_bits(_over_the_bound)))
 def ragged_cut(subject: Subject, case: Case) -> Measured:
     """Widths over the bound are cut by the rule: the deepest rows go, of equally deep ones those of later requests, and
-    the root of each stays. Requests that the device says are padding have no row.
+    the root of each stays. Requests that the device says are padding have no row and no token.
     """
     world, found = extra_world_of(subject, case), []
     captured = Captured(world, case) if case.path == "graph" else None
     for turn, (asked, kept) in enumerate(ASKED_AND_KEPT):
         batch = replace(batch_of(case), lens=case.lens[: len(kept)], widths=kept, asked=asked)
         scene = scene_of(world, batch, case.seed + turn)
-        found.append(_measured(run_eagerly(scene, case) if captured is None else captured.run(scene, case)))
+        ran = run_eagerly(scene, case) if captured is None else captured.run(scene, case)
+        if any(padded := ran.meta.step.seq_lens[int(ran.meta.step.num_real) :].tolist()):
+            raise CheckFailure("committed tokens of padding", "it has some", None, "0", str(padded))
+        found.append(_measured(ran))
     return nearest(found)

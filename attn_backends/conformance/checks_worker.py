@@ -9,14 +9,14 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import product
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from attn_backends.conformance.cases import CACHE_DTYPES, Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
-from attn_backends.conformance.comparisons import compare_identical
+from attn_backends.conformance.comparisons import compare_identical, why_invalid
 from attn_backends.conformance.exercise import batch_of, new_graph, prepare_memory, scene_of, setup_of, world_of
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import eager, situations
@@ -97,6 +97,7 @@ def beams(subject: Subject, case: Case) -> Measured:
 def widths(subject: Subject, case: Case) -> Measured:
     """`confident_widths` cuts chains by what their drafts think of them: what is below the threshold, and over the
     bound the least probable, with ties and paths that are impossible. A graph that was captured on others does so, too.
+    Scores that are no matrix of floats are refused, and thresholds that are no probability.
     """
     shape, generator = (2, NUM_REQUESTS, STEPS), torch.Generator().manual_seed(case.seed)
     drawn = torch.randint(3, shape, generator=generator).mul(-0.5).cumsum(-1).to(subject.device)
@@ -111,7 +112,9 @@ def widths(subject: Subject, case: Case) -> Measured:
         scores.copy_(drawn[1])
         graph.replay()
         check_widths(got, scores, *given, num_real)
-    return Measured()
+    wrong: Any = ((drawn[0].long(), 0), (drawn[0, 0], 0), (drawn.tolist(), 0), (drawn[0], 1.5), (drawn[0], "1"))
+    calls = [partial(confident_widths, one, limit, NUM_REQUESTS * STEPS, real) for one, limit in wrong]
+    return Measured(refusal=[why_invalid("scores or a threshold", call) for call in calls][-1])
 
 
 def _copy(static: Fields, other: Fields) -> None:

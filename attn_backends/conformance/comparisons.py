@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from attn_backends.conformance.catalogue import CheckFailure, Measured
 from attn_backends.conformance.inputs import ForwardInputs
 from attn_backends.conformance.scenes import Scene
 from attn_backends.layer import AttentionOutput
+from spec_metadata import InvalidStepError
 from spec_metadata.buffers import Buffers, out_of_range
 
 SHOWN = 4  # elements of a row in a message
@@ -148,3 +149,12 @@ def compare_ranges(scene: Scene, buffers: Buffers) -> None:
     """Every value of a plan's buffers lies in its declared range."""
     if problems := out_of_range(scene.world.backend.buffers(scene.batch.kind), buffers):
         raise CheckFailure(problems[0].split()[0], f"outside its declared range: {'; '.join(problems)}")
+
+
+def why_invalid(field: str, call: Callable[[], object]) -> str:
+    """The text of the `InvalidStepError` that a call must raise."""
+    try:
+        call()
+    except InvalidStepError as refusal:
+        return str(refusal)
+    raise CheckFailure(field, "what is no valid one is taken")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
-from spec_metadata import BoundStep, bound_inputs
+from spec_metadata import BoundStep, Paging, bound_inputs
 from tests.mutants.mutant import mutant
 
 
@@ -47,3 +48,21 @@ def buffers_are_read_at_capture_alone(patch: pytest.MonkeyPatch) -> None:
 def bound_values_are_never_refused(patch: pytest.MonkeyPatch) -> None:
     """Checking mode takes what the device brought within bounds."""
     patch.setattr(BoundStep, "check", lambda self: None)
+
+
+@mutant("a random change of one token", "graph.bound_inputs", graph=True)
+def no_request_is_one(patch: pytest.MonkeyPatch) -> None:
+    """An engine that has no request is taken to have one."""
+    own = bound_inputs._num_real
+    patch.setattr(bound_inputs, "_num_real", lambda inputs, paging: own(inputs, paging).clamp_min(1))
+
+
+@mutant("a random change of one token", "graph.bound_inputs", backend="trtllm_mla", graph=True)
+def pages_past_the_pool_are_read(patch: pytest.MonkeyPatch) -> None:
+    """The page after the last of the pool is taken for one of it."""
+    own = bound_inputs._read_paging
+
+    def read(into: Paging, given: Paging, real: Tensor) -> None:
+        own(into, replace(given, geometry=replace(given.geometry, num_pages=given.geometry.num_pages + 1)), real)
+
+    patch.setattr(bound_inputs, "_read_paging", read)

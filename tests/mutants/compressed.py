@@ -315,3 +315,21 @@ def groups_read_with_another_groups_scale(patch: pytest.MonkeyPatch) -> None:
         return dequantise(torch.cat((data, scales.roll(1, dims=-1), rest), dim=-1))
 
     patch.setattr(fp8_pages, "dequantise", shifted)
+
+
+@mutant("a random change of one token", "compressed.chunks", backend="dsv4")
+def two_rows_write_one_state(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a forward that goes round the ring all write their states: which one stays is chance."""
+    own = compressed._write_entries
+
+    def written(plan: EntryPlan, compression: Any, ring: int, rows: Any) -> None:
+        own(plan, compression, ring, rows)
+        plan.state_writes.copy_(rows.write_slots // rows.page_size * ring + rows.position % ring)
+
+    patch.setattr(compressed, "_write_entries", written)
+
+
+@mutant("a random change of one token", "compressed.chunks", backend="dsv4")
+def own_tokens_are_states_too(patch: pytest.MonkeyPatch) -> None:
+    """An entry's tokens of this forward are listed among the states, too."""
+    change_entries(patch, lambda plan, *_: plan.state_reads.copy_(plan.state_reads.maximum(plan.input_rows)))

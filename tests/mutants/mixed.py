@@ -84,3 +84,10 @@ def mixed_batches_read_stored_bytes(patch: pytest.MonkeyPatch) -> None:
 def any_parts_are_mixed(patch: pytest.MonkeyPatch) -> None:
     """Parts of a mixed batch are joined whatever they are."""
     patch.setattr(mixed, "mixed_reasons", lambda parts: [])
+
+
+@mutant("a random change of one token", "math.mixed")
+def one_part_has_no_slots(patch: pytest.MonkeyPatch) -> None:
+    """A step that is mixed of one part leaves its slots out."""
+    own = mixed._joined_slots
+    patch.setattr(mixed, "_joined_slots", lambda parts: own(parts) if parts[1:] else None)

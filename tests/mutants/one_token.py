@@ -27,6 +27,7 @@ from spec_metadata import (
     fit_widths,
     mixed,
     static_inputs,
+    token_positions,
 )
 from spec_metadata.plans import block_table, compressed, ragged
 from spec_metadata.query import PaddedQuery
@@ -36,14 +37,14 @@ from tests.mutants.mutant import mutant
 ORIGIN = "a random change of one token"
 
 
+def _write_two_more(step: Step, dense: DensePart, table: Tensor) -> None:
+    write_pages(step, replace(dense, kv_lens=dense.kv_lens + 2), table)
+
+
 @mutant(ORIGIN, "poison.table_tail")
 def pages_of_later_tokens(patch: pytest.MonkeyPatch) -> None:
     """A plan has the pages of two tokens more than the last forward sees, which a request may not own."""
-
-    def more(step: Step, dense: DensePart, table: Tensor) -> None:
-        write_pages(step, replace(dense, kv_lens=dense.kv_lens + 2), table)
-
-    patch.setattr(ragged, "write_pages", more)
+    patch.setattr(ragged, "write_pages", _write_two_more)
 
 
 @mutant(ORIGIN, "compressed.rollback", "compressed.draft_and_extend", backend="dsv4")
@@ -172,11 +173,7 @@ def drafted_slots_are_the_workers(patch: pytest.MonkeyPatch) -> None:
 @mutant(ORIGIN, "poison.table_tail", backend="trtllm_mla")
 def block_table_of_later_tokens(patch: pytest.MonkeyPatch) -> None:
     """A block table has the pages of two tokens more than the last forward sees, which a request may not own."""
-
-    def more(step: Step, dense: DensePart, table: Tensor) -> None:
-        write_pages(step, replace(dense, kv_lens=dense.kv_lens + 2), table)
-
-    patch.setattr(block_table, "write_pages", more)
+    patch.setattr(block_table, "write_pages", _write_two_more)
 
 
 @mutant(ORIGIN, "api.idle")
@@ -187,6 +184,18 @@ def idle_step_has_a_request(patch: pytest.MonkeyPatch) -> None:
         return Step(**{**given, "num_real": 1})
 
     patch.setattr(static_inputs, "Step", counted)
+
+
+@mutant(ORIGIN, "api.idle")
+def idle_step_has_a_token(patch: pytest.MonkeyPatch) -> None:
+    """The request of a packed step of padding alone has a committed token, of which the host does not know."""
+    patch.setattr(static_inputs, "Step", lambda **given: Step(**given | {"seq_lens": given["seq_lens"] + 1}))
+
+
+@mutant(ORIGIN, "plan.token_positions")
+def first_forward_is_not_the_default(patch: pytest.MonkeyPatch) -> None:
+    """Positions are those of the second forward, unless another is asked for."""
+    patch.setattr(token_positions, "__defaults__", (1,))
 
 
 @mutant(ORIGIN, "plan.padding", graph=True)

@@ -106,3 +106,14 @@ def last_row_of_the_bound(patch: pytest.MonkeyPatch) -> None:
         return ends.clamp(max=step.num_tokens) if step.kind is StepKind.DRAFT_EXTEND else STARTS(step)
 
     patch.setattr(worker, "query_starts", of_the_bound)
+
+
+@mutant("a random change of one token", "math.ragged_cut")
+def padded_requests_have_a_token(patch: pytest.MonkeyPatch) -> None:
+    """Requests that the device says are padding have a committed token."""
+
+    def filled(static, step, query):
+        FILL(static, step, query)
+        static.seq_lens[: step.bs].clamp_(min=1)
+
+    patch.setattr(static_inputs, "_fill_bounded", filled)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_backends.runner import PhaseRunner, StepResult
 from attn_backends_reference.eagle import phases
-from spec_metadata import Acceptance, Step
+from spec_metadata import Acceptance, Step, widths
 from tests.mutants.mutant import mutant
 
 
@@ -45,3 +45,9 @@ def accepted_path_not_moved(patch: pytest.MonkeyPatch) -> None:
         return kept, kept
 
     patch.setattr(phases, "compaction_moves", stay)
+
+
+@mutant("a random change of one token", "worker.widths")
+def any_threshold_is_taken(patch: pytest.MonkeyPatch) -> None:
+    """Chains are cut by a threshold that is no probability."""
+    patch.setattr(widths, "check_threshold", lambda threshold: None)
