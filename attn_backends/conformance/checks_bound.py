@@ -23,6 +23,7 @@ from attn_backends.conformance.situations import (
     padded,
     ragged_steps,
 )
+from attn_backends.errors import CaptureError
 from attn_backends.planning.metadata import WRITE_SLOTS, Metadata
 from spec_metadata import (
     BlockTable,
@@ -230,7 +231,8 @@ def _checked(subject: Subject) -> list[Case]:
 @check("refusals.bound_values", _checked)
 def bound_values(subject: Subject, case: Case) -> Measured:
     """Buffers of an engine that do not fit a graph; in checking mode also lengths, slots, pages, widths and numbers of
-    requests that the capacity or the pool does not hold. Padding may hold others.
+    requests that the capacity or the pool does not hold. Padding may hold others. What was to be planned from them is
+    refused, too.
     """
     world = world_of(replace(setup_of(subject, case), checking=True))
     captured = (BoundRaggedGraph if case.widths else BoundGraph)(world, case)
@@ -251,7 +253,18 @@ def bound_values(subject: Subject, case: Case) -> Measured:
             captured.bring(scene.step())
             buffer[:1].fill_(ANYTHING)
             found.append(_refused(partial(world.backend.refresh, meta)))
+            _stale(meta, captured.static[0].ancestors)
     return Measured(refusal=found[-1])
+
+
+def _stale(meta: Metadata, ancestors: Tensor | None) -> None:
+    """Metadata whose plan failed can be printed, and not be used."""
+    told = str(meta)
+    try:
+        meta.at(0, ancestors)
+    except CaptureError:
+        return
+    raise CheckFailure("metadata", f"taken after a plan that failed: {told}")
 
 
 def _misfits(inputs: BoundInputs, meta: Metadata) -> list[BoundInputs]:
