@@ -67,7 +67,7 @@ FILES: dict[str, tuple[str, ...]] = {
 """Each with the backends that the suite is run on."""
 
 REPLAYS: dict[str, tuple[str, ...]] = {
-    "attn_backends/planning/metadata.py": ("fa3", "dsv4"),
+    "attn_backends/planning/metadata.py": ("fa3", "dsv4", "flashinfer_mla"),
     "attn_backends/planning/captured.py": ("fa3", "dsv4"),
     "attn_backends/planning/planners.py": ("fa3", "dsv4"),
     "attn_backends/memory/static_memory.py": ("flashinfer_mla", "fa3"),

@@ -28,6 +28,7 @@ from attn_backends.conformance.situations import (
     padded,
     ragged_steps,
 )
+from attn_backends.errors import CaptureError
 from attn_backends.planning.metadata import WRITE_SLOTS, Metadata
 from spec_metadata import (
     BlockTable,
@@ -258,7 +259,8 @@ def _checked(subject: Subject) -> list[Case]:
 @check("refusals.bound_values", _checked)
 def bound_values(subject: Subject, case: Case) -> Measured:
     """Buffers of an engine that do not fit a graph; in checking mode also lengths, slots, pages, widths and numbers of
-    requests that the capacity or the pool does not hold. Padding may hold others.
+    requests that the capacity or the pool does not hold. Padding may hold others. What was to be planned from them is
+    refused, too.
     """
     world = world_of(replace(setup_of(subject, case), checking=True))
     captured = (BoundRaggedGraph if case.widths else BoundGraph)(world, case)
@@ -280,6 +282,7 @@ def bound_values(subject: Subject, case: Case) -> Measured:
             captured.bring(step)
             buffer[place] = ANYTHING
             found.append(why_invalid(INPUTS, partial(world.backend.refresh, meta)))
+            _stale(meta, captured.static[0].ancestors)
     captured.bring(step)
     if inputs.num_real is not None:
         inputs.num_real.sub_(1)
@@ -288,6 +291,16 @@ def bound_values(subject: Subject, case: Case) -> Measured:
             buffer[-1] = ANYTHING  # of padding
     world.backend.refresh(meta)
     return Measured(refusal=found[-1])
+
+
+def _stale(meta: Metadata, ancestors: Tensor | None) -> None:
+    """Metadata whose plan failed can be printed, and not be used."""
+    told = str(meta)
+    try:
+        meta.at(0, ancestors)
+    except CaptureError:
+        return
+    raise CheckFailure("metadata", f"taken after a plan that failed: {told}")
 
 
 def _misfits(inputs: BoundInputs, meta: Metadata) -> list[BoundInputs]:

@@ -24,7 +24,7 @@ from attn_backends.conformance.situations import (
     situations,
 )
 from attn_backends.planning.metadata import Metadata
-from spec_metadata import PackedQuery, Step, StepKind, token_positions
+from spec_metadata import InvalidStepError, PackedQuery, Step, StepKind, token_positions
 from spec_metadata.buffers import allocate, out_of_range
 
 
@@ -50,7 +50,7 @@ def _planned(subject: Subject, case: Case) -> tuple[Scene, Metadata]:
 
 @check("plan.write_slots", joined(eager(), graph(), _prefill))
 def write_slots(subject: Subject, case: Case) -> Measured:
-    """Each forward writes its own slots of the flat out_cache_loc, as dense int64."""
+    """Each forward writes its own slots of the flat out_cache_loc, as dense int64. One after the last is refused."""
     scene, meta = _planned(subject, case)
     for forward in range(scene.num_forwards):
         expected = torch.tensor(scene.slots_of(forward), dtype=torch.int64)
@@ -58,7 +58,11 @@ def write_slots(subject: Subject, case: Case) -> Measured:
         compare_identical(f"write slots of forward {forward}", got[: len(expected)].cpu(), expected)
         if not got.is_contiguous():
             raise CheckFailure(f"write slots of forward {forward}", "not dense", None, "stride 1", str(got.stride()))
-    return Measured()
+    try:
+        meta.at(scene.num_forwards)
+    except InvalidStepError:
+        return Measured()
+    raise CheckFailure("metadata", f"gave forward {scene.num_forwards} of {scene.num_forwards}, counted from 0")
 
 
 @check("plan.token_positions", joined(eager(), graph(), _prefill))

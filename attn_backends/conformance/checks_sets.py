@@ -10,7 +10,15 @@ import torch
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs, nearest
-from attn_backends.conformance.exercise import Captured, batch_of, prepare_memory, scene_of, setup_of, world_of
+from attn_backends.conformance.exercise import (
+    Captured,
+    batch_of,
+    bucket_of,
+    prepare_memory,
+    scene_of,
+    setup_of,
+    world_of,
+)
 from attn_backends.conformance.situations import graph, graphable, growing, is_declared, joined, one_page_size
 from attn_backends.conformance.worlds import World
 from attn_backends.errors import CaptureError, UnsupportedStepError
@@ -71,7 +79,7 @@ def verifies(subject: Subject) -> list[Case]:
 @check("graph.sets_take_turns", verifies)
 def sets_take_turns(subject: Subject, case: Case) -> Measured:
     """Two sets of phases, each with strides of its own, in the memory of the larger: cycles of either are right, in
-    whatever order, and metadata of the set that is not alive is refused.
+    whatever order, and metadata of the set that is not alive is refused. Another set like the first needs no memory.
     """
     world = world_of(setup_of(subject, case))
     cases = [
@@ -84,6 +92,10 @@ def sets_take_turns(subject: Subject, case: Case) -> Measured:
         deep, shallow = (_Set(each, cases, sets.add()) for each in (world, _shallower(world)))
     except UnsupportedStepError as refusal:
         return Measured(refusal=str(refusal))
+    num_bytes, again = sets.num_bytes, sets.add()
+    for phase in deep.phases:
+        world.backend.capture(bucket_of(world, phase.case), world.paging(), within=again)
+    compare_identical("bytes of all sets", torch.tensor([sets.num_bytes]), torch.tensor([num_bytes]))
     found = [each.cycle(case.seed + 10 * turn) for turn, each in enumerate((deep, shallow, shallow, deep, shallow))]
     given = torch.arange(7, device=world.device)
     compare_identical("copy in a set", shallow.within.like(given), given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from attn_backends.conformance.exercise import (
     Captured,
     Ran,
     batch_of,
+    check_refuses_others,
     prepare_memory,
     run_case_eagerly,
     run_case_through_graph,
@@ -40,7 +42,7 @@ from attn_backends.conformance.situations import (
     one_page_size,
 )
 from attn_backends.conformance.worlds import World, capacity_of
-from attn_backends.errors import AttnBackendsError
+from attn_backends.errors import AttnBackendsError, BackendUnavailableError
 from spec_metadata import BlockTable, InvalidStepError, StepKind
 from spec_metadata.capacity import UNIFORM_KINDS
 
@@ -191,7 +193,8 @@ def in_pairs(subject: Subject) -> list[Case]:
 @check("graph.planned_ahead", in_pairs)
 def planned_ahead(subject: Subject, case: Case) -> Measured:
     """A phase stays planned while another one of the same requests is planned at other lengths; then the graphs run.
-    The same with the first of these requests alone, and in copied block tables with others.
+    The same with the first of these requests alone, and in copied block tables with others. A recorded graph refuses
+    the pages of others, where both phases read them in one table.
     """
     world, alone = world_of(setup_of(subject, case)), replace(case, after="")
     phases = [Captured(world, replace(alone, kind=kind)) for kind in (case.kind, case.after)]
@@ -206,6 +209,7 @@ def planned_ahead(subject: Subject, case: Case) -> Measured:
             ran = captured.replay(scene, prepare_memory(scene, case))
             compare_memory(ran.scene, ran.before, padded=True)
             found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
+    check_refuses_others(phases[0], phases[1], same, scene_of(world, other.batch, case.seed + 3, case.seed + 3))
     return nearest(found)
 
 
@@ -237,8 +241,8 @@ def other_buckets(subject: Subject, case: Case) -> Measured:
 
 @check("graph.after_a_refusal", one_page_size(any_graph(growing)))
 def after_a_refusal(subject: Subject, case: Case) -> Measured:
-    """A graph that refused a request longer than the capacity, or than its row of the table, after it took a step of
-    the same layout, is right on the next step.
+    """A graph that refused a request longer than the capacity or its row of the table, or another request table, still
+    holds the step that it took before, of the same layout. It is right on the next one, too.
     """
     world = world_of(setup_of(subject, case))
     captured, scene = Captured(world, case), scene_of(world, batch_of(case), case.seed + 1)
@@ -249,24 +253,40 @@ def after_a_refusal(subject: Subject, case: Case) -> Measured:
     wrong = [replace(step, seq_lens=lens, seq_lens_cpu=too_long, max_committed=None)]
     if isinstance(step.paging, BlockTable):
         wrong.append(replace(step, paging=replace(step.paging, table=step.paging.table[:, :1])))
+    else:
+        table = step.paging.table
+        wrong += [replace(step, paging=replace(step.paging, table=other)) for other in (table.clone(), table[:, :-1])]
+        world.backend.replay(captured.meta, replace(step, paging=replace(step.paging, table=table.view_as(table))))
     for each in wrong:
         try:
             world.backend.replay(captured.meta, each)
         except (AttnBackendsError, InvalidStepError) as refusal:
             reason = str(refusal)
         else:
-            raise CheckFailure("replay", f"took {each}, which needs more than its capacity or its table")
-    ran = captured.run(scene, case)
-    compare_identical("cache before the next step", ran.before, before)
-    compare_memory(ran.scene, ran.before, padded=True)
-    compare_outputs(ran.scene, ran.inputs, ran.outputs)
+            raise CheckFailure("replay", f"took {each}, which needs more than its capacity or its table, or another")
+    compare_identical("cache before the next step", world.memory, before)
+    for replay in (partial(captured.replay, scene, before), partial(captured.run, scene, case)):
+        ran = replay()
+        compare_memory(ran.scene, ran.before, padded=True)
+        compare_outputs(ran.scene, ran.inputs, ran.outputs)
     return Measured(refusal=reason)
 
 
 @check("refusals.anothers_metadata", one_page_size(eager()))
 def anothers_metadata(subject: Subject, case: Case) -> Measured:
-    """Metadata that another instance of the same backend has planned."""
+    """Metadata that another instance of the same backend has planned, by the planner that it chooses. One that is asked
+    for by name is taken or refused.
+    """
     world, other = (world_of(setup_of(subject, case)) for _ in range(2))
+    kernels = dict.fromkeys(world.backend.choices, subject.kernel)
+    made = partial(type(world.backend), world.capacity, world.geometry, world.device, kernel=kernels)
+    other.backend = made(planner="auto")
+    try:
+        taken = made(planner="fused").planner.name
+    except BackendUnavailableError:
+        taken = "fused"
+    if taken != "fused":
+        raise CheckFailure("planner", "not the one that was asked for", None, "fused", taken)
     scene = scene_of(world, batch_of(case), case.seed)
     theirs = scene_of(other, batch_of(case), case.seed)
     prepare_memory(scene, case)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat
 from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.conformance.cases import CACHE_DTYPES, Case
@@ -29,7 +30,7 @@ from attn_backends.contract.capabilities import DTYPES
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import CudaGraph, Graph, RecordedGraph
 from attn_backends.layer import AttentionOutput
-from attn_backends.planning.metadata import Metadata
+from attn_backends.planning.metadata import WRITE_SLOTS, Metadata
 from spec_metadata import Bucket, Step, StepKind, TokenBucket, pad_step, padding_step
 
 CONTENTS = {"nan": float("nan"), "finite": 77.0}
@@ -241,3 +242,38 @@ def check_addresses(captured: Captured) -> None:
     for name, (address, stride) in _addresses(captured.meta).items():
         if captured.addresses[name] != (address, stride):
             raise CheckFailure(name, "the graph reads the tensor that it was captured with, and this is another one")
+
+
+def check_guarded(backend: AttentionBackend, meta: Metadata) -> None:
+    """In checking mode, nothing was written next to a buffer of a backend, and what is then is noticed."""
+    try:
+        backend.phases.check()
+    except Exception as error:
+        raise CheckFailure("buffers", str(error)) from error
+    slots = meta.buffers[WRITE_SLOTS.name]
+    before = slots.as_strided((1,), (1,), slots.storage_offset() - 1)
+    guard = before.clone()
+    before.zero_()
+    try:
+        backend.phases.check()
+    except CaptureError:
+        before.copy_(guard)
+    else:
+        raise CheckFailure("buffers", "a write next to them was not noticed")
+
+
+def check_refuses_others(first: Captured, second: Captured, scene: Scene, others: Scene) -> None:
+    """A recorded graph does not run once another phase that shares its table is planned for different requests.
+
+    scene: of the first phase. others: of the second.
+    """
+    assert first.meta.captured is not None, "it was captured"
+    if not first.meta.captured.phase.tables or not isinstance(first.graph, RecordedGraph):
+        return
+    first.load(scene)
+    second.load(others)
+    try:
+        first.graph.replay()
+    except CaptureError:
+        return
+    raise CheckFailure("replay", f"ran ({first.meta.bucket}) on the pages of other requests")

@@ -13,8 +13,9 @@ from torch import Tensor
 from attn_backends import backend
 from attn_backends.backends import dsv4
 from attn_backends.errors import UnsupportedStepError
+from attn_backends.kernels import torch_compressed
 from attn_backends.memory.phases import BackendMemory, PhaseMemory
-from attn_backends.planning import captured, metadata
+from attn_backends.planning import captured, metadata, planners
 from spec_metadata import (
     AnyBucket,
     BoundedQuery,
@@ -232,3 +233,69 @@ def caches_are_mixed(patch: pytest.MonkeyPatch) -> None:
         return own([replace(part, paging=replace(part.paging, geometry=geometry)) for part in parts])
 
     patch.setattr(mixed, "mixed_reasons", taken)
+
+
+@mutant(ORIGIN, "plan.write_slots")
+def last_forward_for_those_after_it(patch: pytest.MonkeyPatch) -> None:
+    """A number past the last forward's gives the last one's metadata."""
+    at = metadata.Metadata.at
+
+    def last(self: metadata.Metadata, forward: int = 0, ancestors: Tensor | None = None) -> metadata.ForwardMetadata:
+        return at(self, min(forward, self.step.num_forwards - 1), ancestors)
+
+    patch.setattr(metadata.Metadata, "at", last)
+
+
+@mutant(ORIGIN, "refusals.bound_values")
+def plans_that_failed_are_taken(patch: pytest.MonkeyPatch) -> None:
+    """A phase that holds no step, because planning it failed, is attended by."""
+    own = captured.Captured.check_phase
+
+    def taken(self: captured.Captured) -> None:
+        if self.phase.planned is not None:
+            own(self)
+
+    patch.setattr(captured.Captured, "check_phase", taken)
+
+
+@mutant(ORIGIN, "graph.after_a_refusal")
+def another_table_is_known(patch: pytest.MonkeyPatch) -> None:
+    """A step of another request table is taken for one of the capture's until it is copied, when the last is gone."""
+    patch.setattr(captured, "_table_of", lambda paging, captured_on: None)
+
+
+@mutant(ORIGIN, "graph.planned_ahead")
+def pages_of_others_are_run(patch: pytest.MonkeyPatch) -> None:
+    """A recorded graph runs though a table that it reads was planned for other requests since."""
+    patch.setattr(captured, "_same_requests", lambda one, other: True)
+
+
+@mutant(ORIGIN, "refusals.anothers_metadata")
+def planner_is_not_the_one_asked_for(patch: pytest.MonkeyPatch) -> None:
+    """A planner that is asked for by name and not there is replaced, and nobody told."""
+    own = planners.choose_planner
+    patch.setattr(backend, "choose_planner", lambda owner, asked, device, **has: own(owner, "torch", device, **has))
+
+
+@mutant(ORIGIN, "graph.guards")
+def eager_buffers_have_no_guards(patch: pytest.MonkeyPatch) -> None:
+    """In checking mode, what is written next to the buffers of an eager step is not noticed."""
+    check = BackendMemory.check
+
+    def of_phases(self: BackendMemory) -> None:
+        self._fresh = None
+        check(self)
+
+    patch.setattr(BackendMemory, "check", of_phases)
+
+
+@mutant(ORIGIN, "compressed.layers_of_one_model", backend="dsv4")
+def first_entry_is_not_selected(patch: pytest.MonkeyPatch) -> None:
+    """Where more entries are selected than a request has, padding stands before them, and the first is lost."""
+    own = torch_compressed.select_top
+
+    def shifted(scores: Tensor, num_visible: Tensor, topk: int) -> Tensor:
+        before = int(topk > scores.shape[-1])
+        return own(torch.nn.functional.pad(scores, (before, 0), value=float("-inf")), num_visible, topk)
+
+    patch.setattr(torch_compressed, "select_top", shifted)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from attn_backends.backend import AttentionBackend, Metadata
 from attn_backends.backends.fa3 import FA3Backend
@@ -38,6 +40,17 @@ def phases_of_a_set_lie_over_one_another(patch: pytest.MonkeyPatch) -> None:
     """All phases of a set begin at the same address, so they overwrite each other."""
     block = PhaseSets.block
     patch.setattr(PhaseSets, "block", lambda self, num_bytes, taken: block(self, 2**22, {}))
+
+
+@mutant("a random change of one token", TURNS)
+def sets_have_memory_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    """No phase lies where one of another set does, so every set adds to the memory."""
+
+    def new(self: PhaseSets, num_bytes: int, taken: dict[int, int]) -> Tensor:
+        self._blocks.append(torch.empty(num_bytes, dtype=torch.uint8, device=self.device))
+        return self._blocks[-1]
+
+    patch.setattr(PhaseSets, "block", new)
 
 
 @mutant("a set that is not alive is taken for planned", TURNS, graph=True)
