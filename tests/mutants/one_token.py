@@ -272,7 +272,7 @@ def pages_of_others_are_run(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(ORIGIN, "refusals.anothers_metadata")
 def planner_is_not_the_one_asked_for(patch: pytest.MonkeyPatch) -> None:
-    """A planner that is asked for by name and not there is replaced, and nobody told."""
+    """A planner that is asked for by name and not there is replaced, without an error."""
     own = planners.choose_planner
     patch.setattr(backend, "choose_planner", lambda owner, asked, device, **has: own(owner, "torch", device, **has))
 

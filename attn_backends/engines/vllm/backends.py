@@ -21,7 +21,6 @@ from attn_backends.engines.vllm.impls import GroupedQueryImpl, LatentImpl
 from attn_backends.engines.vllm.refusals import (
     ANY_PAGE_SIZE,
     config_reasons,
-    draft_reasons,
     kernel_reasons,
     refuse,
     takes_ragged_verifies,
@@ -88,17 +87,15 @@ class _Registered(AttentionBackend):
         **more: Any,
     ) -> str | None:
         """Why an engine is refused, in our words; None if it isn't."""
-        page_size = block_size or ANY_PAGE_SIZE
-        device = torch.device(current_platform.device_type)
         config = get_current_vllm_config_or_none()
-        reasons = cls.value_reasons(dtype, kv_cache_dtype, block_size)
-        reasons += config_reasons(config) + draft_reasons(config)
-        reasons += kernel_reasons(cls.impl.library, device, Workload(page_size))
-        return "; ".join(reasons) or None
+        return "; ".join(cls.reasons_against(dtype, kv_cache_dtype, block_size) + config_reasons(config)) or None
 
     @classmethod
-    def value_reasons(cls, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None) -> list[str]:
-        """Values that would be taken, in place of which vLLM says only "not supported"."""
+    def reasons_against(cls, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None) -> list[str]:
+        """Values of a model that are not served, with those that are, where vLLM says only "not supported"; and why no
+        kernel of the backend runs here.
+        """
+        device = torch.device(current_platform.device_type)
         sizes = [f"multiples of {getattr(size, 'base', size)}" for size in cls.block_sizes]
         is_cache = cls.supports_kv_cache_dtype(kv_cache_dtype)
         takes: dict[str, tuple[bool, list[Any]]] = {
@@ -106,7 +103,8 @@ class _Registered(AttentionBackend):
             f"dtype {dtype}": (cls.supports_dtype(dtype), cls.supported_dtypes),
             f"kv_cache_dtype {kv_cache_dtype}": (is_cache, cls.supported_kv_cache_dtypes),
         }
-        return [f"{name} (it takes {', '.join(map(str, known))})" for name, (ok, known) in takes.items() if not ok]
+        wrong = [f"{name} (it takes {', '.join(map(str, known))})" for name, (ok, known) in takes.items() if not ok]
+        return wrong + kernel_reasons(cls.impl.library, device, Workload(block_size or ANY_PAGE_SIZE))
 
 
 def _library(backend: type[LibraryBackend], base: Any) -> Any:

@@ -66,24 +66,28 @@ def config_reasons(config: Any) -> list[str]:
     if parallel.pipeline_parallel_size > 1:
         reasons.append(f"pipeline parallelism ({parallel.pipeline_parallel_size} ranks), which was not tested")
     ranks = {"decode": parallel.decode_context_parallel_size, "prefill": parallel.prefill_context_parallel_size}
-    return reasons + [f"{phase} context parallelism ({each} ranks)" for phase, each in ranks.items() if each > 1]
+    reasons += [f"{phase} context parallelism ({each} ranks)" for phase, each in ranks.items() if each > 1]
+    return reasons + _draft_reasons(config)
 
 
-def draft_reasons(config: Any) -> list[str]:
-    """Reasons against a backend of ours that is named for the draft alone. vLLM asks for them when it makes the draft,
-    after the target's weights are loaded; a target on a backend of ours asks before.
+def _draft_reasons(config: Any) -> list[str]:
+    """Reasons against the backend of a draft, if it is one of ours: that of the target, or its own. vLLM asks when it
+    makes the draft, after the target's weights are loaded; a target on a backend of ours asks before.
     """
-    spec = None if config is None else config.speculative_config
-    if spec is None or spec.attention_backend is None or spec.attention_backend.name not in NAMES:
+    spec = config.speculative_config
+    draft = spec and spec.draft_model_config
+    named = draft and (spec.attention_backend or config.attention_config.backend)
+    if not named or named.name not in NAMES:
         return []
-    draft, cache, backend = spec.draft_model_config, config.cache_config, spec.attention_backend.get_class()
-    block_size = cache.block_size if cache.user_specified_block_size else None
-    reasons = backend.value_reasons(draft.dtype, cache.cache_dtype, block_size)
+    backend, cache, reasons = named.get_class(), config.cache_config, []
     if draft.use_mla != backend.is_mla():
-        reasons.insert(0, f"{'MLA' if draft.use_mla else 'non-MLA'} not supported")
-    if (spec.use_dflash() or spec.use_dspark()) and not backend.supports_non_causal():
-        reasons.append("non-causal attention not supported")
-    return [f"{spec.attention_backend.name} of the draft: {reason}" for reason in reasons]
+        reasons.append(f"{'MLA' if draft.use_mla else 'non-MLA'} not supported")
+    if spec.attention_backend is not None or spec.kv_cache_dtype is not None:
+        block_size = cache.block_size if cache.user_specified_block_size else None
+        reasons += backend.reasons_against(draft.dtype, spec.kv_cache_dtype or cache.cache_dtype, block_size)
+        if spec.enable_adaptive_verification and not backend.supports_device_cpu_query_lens_mismatch():
+            reasons.append("adaptive verification, whose rows the device divides")
+    return [f"{named.name} of the draft: {reason}" for reason in reasons]
 
 
 def kernel_reasons(

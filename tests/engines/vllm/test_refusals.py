@@ -68,14 +68,30 @@ CONFIGURED: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 """What an engine of latents is given, and all reasons against it. Two are context parallelism, of a phase."""
-DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
-    "parallel drafting": ({"parallel_drafting": True}, r"V1 \(vLLM chose it itself, .*\); parallel drafting"),
+DRAFTS: dict[str, tuple[Row, dict[str, Any], str]] = {
+    "parallel drafting": (
+        replace(GQA, graphs=FULL),
+        {"parallel_drafting": True},
+        r"V1 \(vLLM chose it itself, .*\); parallel drafting",
+    ),
     "a backend of the draft's own": (
+        GQA,
         {"attention_backend": "ATTN_BACKENDS_TRTLLM_MLA"},
         r"\['ATTN_BACKENDS_TRTLLM_MLA of the draft: non-MLA not supported; .* of the draft: block_size 16 \(it takes",
     ),
+    "the target's backend": (MLA, {}, r"\['ATTN_BACKENDS_TRTLLM_MLA of the draft: non-MLA not supported'\]"),
+    "a cache type of the draft's own": (
+        GQA,
+        {"kv_cache_dtype": "fp8_e5m2"},
+        "FA3 of the draft: kv_cache_dtype fp8_e5m2",
+    ),
+    "a verify that the device cuts": (
+        replace(MLA, backend="ATTN_BACKENDS_FA3_MLA", graphs=FULL, is_cut=True),
+        {"attention_backend": "ATTN_BACKENDS_TRTLLM_MLA", "enable_adaptive_verification": True},
+        "TRTLLM_MLA of the draft: non-MLA not supported; .* of the draft: adaptive verification, whose rows the device",
+    ),
 }
-"""Ways of drafting: what is added to the speculative configuration, and why it is refused."""
+"""Ways of drafting with EAGLE-3's head: what is added to the speculative configuration, and why it is refused."""
 LAYERS: dict[str, tuple[dict[str, Any], str]] = {
     "cross-attention": ({"attn_type": "encoder_decoder"}, "attention type encoder_decoder not supported"),
     "ALiBi": ({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, "ALiBi slopes"),
@@ -166,13 +182,13 @@ def test_vllm_has_no_cascade_attention_that_could_be_asked_for(models: Path) -> 
 
 @pytest.mark.parametrize("what", DRAFTS)
 def test_a_way_of_drafting_is_refused(what: str, models: Path, tmp_path: Path) -> None:
-    more, words = DRAFTS[what]
+    row, more, words = DRAFTS[what]
     copytree(models / "gqa-draft", tmp_path / "draft")
     fields = json.loads((tmp_path / "draft/config.json").read_text()) | {"ptd_token_id": 0}  # vLLM's own condition
     (tmp_path / "draft/config.json").write_text(json.dumps(fields))
     drafts = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
     with pytest.raises(EngineFailed, match=words):
-        run(with_options(replace(GQA, graphs=FULL), speculative_config=drafts | more), models, [[1, 2, 3]], 1)
+        run(with_options(row, speculative_config=drafts | more), models, [[1, 2, 3]], 1)
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
@@ -185,7 +201,7 @@ def test_a_draft_for_which_vllm_would_choose_is_refused(
 
 
 def test_a_draft_of_blocks_on_a_backend_of_latents_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "ATTN_BACKENDS_FA3_MLA of the draft: non-MLA not supported; .* of the draft: non-causal attention not supp"
+    words = "ATTN_BACKENDS_FA3_MLA of the draft: non-MLA not supported"
     with pytest.raises(EngineFailed, match=words):
         judged(
             "SpecForge DFlash", tmp_path, monkeypatch, "ATTN_BACKENDS_FA3", attention_backend="ATTN_BACKENDS_FA3_MLA"
