@@ -113,12 +113,17 @@ def target(pattern: str, name: str, kernel: str | None = None) -> tuple[str, str
 
 
 def latents() -> tuple[str, ...]:
-    """Of 8 and 128 requests what a call of ours takes, without a launch of pieces, FlashMLA's, and ours by launch."""
+    """Of 8, 32 and 128 requests what a call of ours takes; but of 32 what it took in replays, without a launch of
+    pieces, FlashMLA's, and ours by launch.
+    """
+    place = {"kernel": "gluon", "heads": 16, "width": 1, "context": 4096}
+    today = {row["batch_size"]: [row["us"]] for row in rows("h200/kernels_gluon", **place)}
     found = {(row["batch_size"], row["kernel"]): row for row in rows("h200/profiles_latents", status="replayed")}
     names = ("gluon", "gluon without pieces", "flashmla")
     calls = {number: [found[number, name]["call_us"] for name in names] for number in (8, 128)}
     launches = {number: [launch[1] for launch in found[number, "gluon"]["launches"]] for number in calls}
-    return tuple(f"{us:.1f}" for number in calls for us in (*calls[number], *launches[number]))
+    lines = ((*today[each], *calls.get(each, ()), *launches.get(each, ())) for each in sorted(today))
+    return tuple(f"{us:.1f}" for line in lines for us in line)
 
 
 def eight_bits() -> tuple[str, ...]:
@@ -265,6 +270,17 @@ def large_heads() -> tuple[str, ...]:
     return tuple(f"{each:.2f}" for each in (missed["speed"], *busy))
 
 
+def speeds_of_192() -> tuple[str, ...]:
+    return tuple(str(row["speed"]) for row in rows("h200/prompts_192", kernel="gluon"))
+
+
+def waits_of_256() -> dict[str, float]:
+    """Of the form in Gluon; its longest wait is none of its peer's."""
+    ours, peers = (row["waits"] for row in rows("h100/profiles_forms", dim=256))
+    assert max(ours, key=ours.get) not in peers
+    return ours
+
+
 def prompt_forms(name: str) -> tuple[str, ...]:
     return spread((row["speed"] for row in rows(f"h200/{name}", kernel="gluon")), 2)
 
@@ -313,6 +329,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"passed on (\d+) and (\d+) November, eagerly .*? The (\S+) kernels are (.*?)\.", whole_suites),
     (MEASURED, r"This was (\S+) cases of (\S+) of today's (\S+) checks", lambda: executed(SUITES)),
     (MEASURED, r"Of the other (\S+), (\S+) are for kernels that plan on the host, and (\S+) check", never_ran),
+    (MEASURED, r"\[(\S+) cases\]\(results/h200/ragged_fl", lambda: executed("h200/ragged_flashinfer")[0]),
     (MEASURED, r"\[(\S+) cases\]\(results/h200/conformance_fa3", sinks),
     (
         CONTRIBUTING,
@@ -375,9 +392,11 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"heads reach\s+\[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
     (
         KERNELS,
-        r"\| 8 \| 24.1 " + 6 * r"\| (\S+) " + r"\|\s\| 128 \| 156.7 " + 6 * r"\| (\S+) ",
+        r"\| 8 \| 24.1 " + 7 * r"\| (\S+) " + r"\| \| 32 \| 52.6 \| (\S+) [| ]+\| 128 \| 156.7 " + 7 * r"\| (\S+) ",
         latents,
     ),
+    (KERNELS, r"\[(\S+), (\S+) and (\S+)\]\(results/h200/prompts_192", speeds_of_192),
+    (KERNELS, r"\(`long_scoreboard`\), (\S+) cycles", lambda: str(waits_of_256()["long_scoreboard"])),
     (KERNELS, COPIED, lambda: tuple(share_of_a_copy(*each)[n] for n in (0, 1) for each in PEERS)),
     (KERNELS, r"(?s)256 elements, at (\S+)\. Tensor\s+cores are busy (\S+) of .*?'s\s+(\S+)\.", large_heads),
     (MEASURED, r"they reach\s+\[(\S+) to (\S+)\]\(results/h200/prompt_forms", lambda: prompt_forms("prompt_forms")),

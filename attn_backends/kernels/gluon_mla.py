@@ -21,16 +21,16 @@ On an H200 (bfloat16, pages of 64 tokens, CUDA graphs, microseconds, kernels in 
 docs/results/h200/kernels_gluon.json has all rows but the last, which was timed apart):
 
                                           this       FlashMLA   triton_decode
-    128 heads, 32 x 4096, width 1         84         74         168
-    the same, width 4 and 8               250, 496   213, 417   574, 1141
-    128 heads, 128 x 4096, width 1        271        235        586
-    the same, width 4 and 8               997, 1975  841, 1668  2295, 4571
-    128 heads, 32 and 128 x 32768         508, 1991  444, 1724  1157, 4845
-    128 heads, 8 x 4096                   34         33         56
-    16 heads, 128 x 4096, width 4 and 8   167, 271   157, 236   313, 583
+    128 heads, 32 x 4096, width 1         84         75         170
+    the same, width 4 and 8               253, 496   215, 419   585, 1151
+    128 heads, 128 x 4096, width 1        277        236        595
+    the same, width 4 and 8               1007, 1955 844, 1664  2347, 4582
+    128 heads, 32 and 128 x 32768         510, 2015  445, 1732  1174, 4982
+    128 heads, 8 x 4096                   37         33         59
+    16 heads, 128 x 4096, width 4 and 8   174, 275   157, 236   321, 593
     128 heads, a prompt of 8192 behind    3700       3099       7373      (its last 1024 rows)
 
-So it reaches 0.84 to 0.89 of FlashMLA's speed where tensor cores are the limit, up to 620 TFLOP/s. A profile (ncu, 128
+So it reaches 0.79 to 0.92 of FlashMLA's speed with 128 heads, up to 638 TFLOP/s. A profile (ncu, 128
 x 4096, width 1) has them at work in 0.60 of all cycles, memory at 0.49 and L2 at 0.67 of what they can. For 0.07 of the
 time a multiprocessor has no program, at the end. No unit is full: the groups wait for one another and for latents.
 Counted, not measured: shared memory is busy for about as many cycles as the tensor cores, because products of 64 x 64

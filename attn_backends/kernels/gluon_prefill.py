@@ -44,8 +44,8 @@ in a comparison that is not kept.
 Types are bfloat16 and float16, sums float32. Keys and values may be float8_e4m3fn: the third group reads them into
 registers, and writes them to shared memory in the queries' type. On an H200 the conformance suite passed with heads of
 64, 128 and 256, and with latents of 192 whose first 128 elements are values
-(docs/results/h200/conformance_fa3_gluon.json). It ran 8-bit keys of 64 and 192 elements. Those of 256 were compiled,
-and run by the model of `tests/gluon_model.py` alone. No committed benchmark times keys of 8 bits.
+(docs/results/h200/conformance_fa3_gluon.json). Keys of 8 bits of all four sizes were timed and compared with Triton's
+there (docs/results/h200/eight_bits.json).
 
 `gluon_mla` says which versions of Triton it was tried with.
 """

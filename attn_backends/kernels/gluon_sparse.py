@@ -17,8 +17,8 @@ Where rows and heads give too few programs for the GPU, a row's blocks are divid
 Queries are bfloat16, of any strides; pages are bfloat16, of any strides, or bytes. Weights are rounded to bfloat16
 before their product, sums are float32.
 
-On an H200 it reaches 0.87 to 1.02 of FlashMLA's speed with 64 heads, and 0.93 in the median: least with one request,
-whose splits are merged by a launch more (docs/results/h200/kernels_dsv4.json). With 128 heads it reaches 0.72 to 0.92.
+On an H200 it reaches 0.87 to 1.01 of FlashMLA's speed with 64 heads, 0.93 in the median, and 0.72 to 0.93 with 128
+(docs/results/h200/kernels_dsv4.json). Splits of one request are merged by a launch more.
 A profile of 128 rows of 128 heads (ncu, H100, docs/results/h100/profiles.json) has warps wait longest for loads of
 rows: 6.9 cycles between two instructions, in FlashMLA's kernel 3.2. Memory is at 0.21 and L1 at 0.37 of what they can.
 """

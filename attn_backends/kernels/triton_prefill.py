@@ -7,12 +7,12 @@ causal edge. Of a sliding window the blocks at its lower edge come before these,
 latents are read once, for scores and for values. Requests are found in cu_seqlens, so the grid is as large as the
 packed rows and the batch, whatever their lengths; the blocks with most keys start first.
 
-On an H200 in bfloat16, causal; at least what the 786 TFLOP/s of a matrix product in the same run would take, for bytes
-are few (docs/results/h200/kernels_prefill.json, summed up in docs/kernels.md):
+On an H200 in bfloat16, causal; at least what the 786 TFLOP/s of a matrix product (796 beside 32 heads) in the same run
+would take, for bytes are few (docs/results/h200/{kernels_prefill_fa3,kernels_prefill}.json, summed up in docs/kernels.md):
 
-    8192 tokens, 32 heads of 128 over 8    550 GFLOP     at least  699 us    1545 us            (FlashAttention-3 861)
-    8 x 1024 tokens of the same             69 GFLOP     at least   87 us     266 us            (174)
-    8192 tokens, MLA of 16 heads          1170 GFLOP     at least 1487 us    3643 to 3731 us    (1731)
+    8192 tokens, 32 heads of 128 over 8    550 GFLOP     at least  699 us    1552 us            (FlashAttention-3 854)
+    8 x 1024 tokens of the same             69 GFLOP     at least   87 us     268 us            (175)
+    8192 tokens, MLA of 16 heads          1170 GFLOP     at least 1487 us    3643 to 3731 us    (1746, FlashInfer 1842)
 
 Keys and values take 1.4 to 2.0 times FlashAttention-3's time, MLA 1.6 to 2.4 times, the more the longer the context.
 What is left is what `triton_decode` says of MLA's products, and that softmax and products take turns, which

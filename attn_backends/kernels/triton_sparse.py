@@ -10,12 +10,12 @@ Products are done in the queries' type where the pools are of it or of 8 bits un
 TF32. Softmax and sums are float32.
 
 128 rows over a window of 128 keys and 512 entries each, in 8-bit pages, with queries and outputs are 65 MB and 10.7
-GFLOP for 64 heads, 52 MB and 2.7 GFLOP for 16. An H200 copies 4.3 TB/s and multiplies 787 TFLOP/s: at least 15 us for
-64 heads and 12 for 16. Measured at a context of 4096: 78 us for 64 heads, where FlashMLA takes 56, and 65 us for 16,
+GFLOP for 64 heads, 52 MB and 2.7 GFLOP for 16. An H200 copies 4.3 TB/s and multiplies 801 TFLOP/s: at least 15 us for
+64 heads and 12 for 16. Measured at a context of 4096: 78 us for 64 heads, where FlashMLA takes 56, and 69 us for 16,
 where FlashMLA takes 62 and computes 64 (docs/results/h200/kernels_dsv4.json, summed up in docs/kernels.md).
 
-With four rows and more of 32 requests it stops at 140 to 178 TFLOP/s for 64 heads, 0.65 to 0.77 of FlashMLA's speed,
-and at 0.8 to 1.1 TB/s for 16. Each block of keys is converted from bytes before its products, by the same warps. The
+With four rows and more of 32 requests it stops at 151 to 173 TFLOP/s for 64 heads, 0.64 to 0.73 of FlashMLA's speed,
+and at 0.8 to 1.0 TB/s for 16. Each block of keys is converted from bytes before its products, by the same warps. The
 next block is not prefetched, because 128 keys of 512 elements and 64 heads' queries fill the shared memory.
 """
 

@@ -52,33 +52,39 @@ Profiles are of ncu on an H100: of [six shapes](results/h100/profiles.json) and 
 prompts](results/h100/profiles_forms.json). A summary is in the docstrings of [prompts on
 Hopper](../attn_backends/kernels/gluon_prefill.py) and of [sparse rows](../attn_backends/kernels/gluon_sparse.py). Of
 [other prompts](results/h200/prompt_forms.json) one misses 0.75 of FlashAttention-3's speed: 32,768 tokens whose heads
-have 256 elements, at 0.73. Tensor cores are busy 0.73 of the time there, FlashAttention-3's 0.93.
+have 256 elements, at 0.73. Tensor cores are busy 0.73 of the time there, FlashAttention-3's 0.93. Warps wait longest
+for global memory (`long_scoreboard`), 1.91 cycles an instruction. That is not among FlashAttention-3's four longest
+waits.
+
+Queries of 192 and values of 128 elements reach [0.951, 0.932 and 1.037](results/h200/prompts_192.json) of its speed, in
+8 prompts of 8,192, one of 32,768, and the last 1,024 tokens of 32,768.
 
 MLA of 16 heads and one row runs on `triton_decode` under every name of ours. It is to reach 0.9 of a copy's bandwidth
 at 128 requests, and to be no slower at 8 and 32 than on 24 November. Since then a launch for pieces of long requests
-comes before it. Microseconds at 4,096 tokens in replays on an [H200](results/h200/profiles_latents.json), whole calls
-and our three launches:
+comes before it. Microseconds at 4,096 tokens on an H200: whole calls [today](results/h200/kernels_gluon.json), then
+whole calls and our three launches in [replays](results/h200/profiles_latents.json), before the merge that is below:
 
-| requests | 24 November | now | without pieces | FlashMLA | pieces | attention | merge |
-| --- | --- | --- | --- | --- | --- | --- | --- |
-| 8 | 24.1 | 28.0 | 25.1 | 23.6 | 2.4 | 18.9 | 5.3 |
-| 128 | 156.7 | 164.7 | 160.6 | 154.5 | 2.5 | 147.6 | 10.3 |
+| requests | 24 November | today | in replays | without pieces | FlashMLA | pieces | attention | merge |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| 8 | 24.1 | 27.6 | 28.0 | 25.1 | 23.6 | 2.4 | 18.9 | 5.3 |
+| 32 | 52.6 | 55.0 | | | | | | |
+| 128 | 156.7 | 159.2 | 164.7 | 160.6 | 154.5 | 2.5 | 147.6 | 10.3 |
 
 At 128 requests attention takes 147.6 us, and FlashMLA's 144.9; ncu has memory at 0.83 of what it can in both. The merge
-takes 10.3 us, FlashMLA's 1.6, and pieces cost 4.1 us. So 0.86 of a copy is
-reached under [`fa3`](results/h200/kernels_fa3_mla.json) and 0.88 under
+takes 10.3 us, FlashMLA's 1.6, and pieces cost 4.1 us. So 0.86 of a copy is reached under [`fa3`](results/h200/kernels_fa3_mla.json) and 0.88 under
 [`flashinfer_mla`](results/h200/kernels_flashinfer_mla.json). FlashAttention-3 reaches 0.92 and FlashInfer 0.96 there.
 On an [H100](results/h100/kernels_trtllm_mla.json) it is 0.86, and 0.92 of FlashMLA.
 
 Programs of the merge are smaller since: it takes 4.1 us there, and a call 160.1 beside 165.4, with the same bits
 ([before and now](results/h200/merges.json)). With it a call takes [159.2 us](results/h200/kernels_gluon.json) under
 `trtllm_mla`, which is 0.89 of a copy and 0.98 of FlashMLA's speed.
-Under `fa3` the merge went from 8.1 to 4.3 us, but a call takes 163.9.
+Under `fa3` the merge went from 8.1 to 4.3 us, but a call from 163.7 to 163.9. No profile says why. The 0.86 of a copy
+is of another run, before it.
 
-Of the 3.9 us that 8 requests miss by, 2.9 are the cost of pieces. On 27 November 32 requests took 54.0 us, 51.1 without
-[pieces](results/h200/pieces.json), and 52.6 three days before. Pieces buy much: one request of 131,072 tokens among 127
-of 1,024 takes 160 us with them, and 3,333 us without. Lengths are known to the device alone, so the host can't leave
-the launch out."""
+Of the 3.9 us that 8 requests miss by in replays, 2.9 are the cost of pieces. 32 requests were not profiled: for the 2.4
+us there the reason is an ablation of 27 November, 54.0 us with [pieces](results/h200/pieces.json) and 51.1 without.
+Pieces buy much: one request of 131,072 tokens among 127 of 1,024 takes 160 us with them, and 3,333 us without. Lengths
+are known to the device alone, so the host can't leave the launch out."""
 _NOTHING_MISSED = "Of the targets above none is missed."
 _CYCLES = """A cycle: three drafted tokens, a verify of four, a draft extend. Each is planned by graph nodes that read
 an engine's own buffers, and nothing else is in the graph: the host launches nothing more. Elapsed is the time of a
