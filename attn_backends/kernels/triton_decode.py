@@ -27,10 +27,11 @@ there, FlashMLA's 145, pieces 4 (docs/results/h200/{profiles_latents,merges}.jso
 of few rows take 1.1 to 1.4 times FA3's time where a batch makes fewer programs than the GPU could hold. 32 heads over 8
 over caches of 17 GB and more take up to 1.2 times.
 
-And it stops at 214 to 255 TFLOP/s for more rows of MLA at 128 requests, where FlashMLA does up to 703. A tile of 64 rows and two blocks
-of latents fill the shared memory, and Triton 3.6 leaves no say in two things then. It lays all warps along the rows, so
-that both warp groups compute the same scores. And it loads the next block after the products of this one, to wait for
-it at once. Gluon has that say: on Hopper `gluon_mla` runs instead, where it was tried with the Triton that is there.
+And it stops at 214 to 255 TFLOP/s for more rows of MLA at 128 requests, where FlashMLA does up to 703. A tile of 64
+rows and two blocks of latents fill the shared memory, and Triton 3.6 leaves no say in two things then. It lays all
+warps along the rows, so that both warp groups compute the same scores. And it loads the next block after the products
+of this one, to wait for it at once. Gluon has that say: on Hopper `gluon_mla` runs instead, where it was tried with the
+Triton that is there.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ latents are read once, for scores and for values. Requests are found in cu_seqle
 packed rows and the batch, whatever their lengths; the blocks with most keys start first.
 
 On an H200 in bfloat16, causal; at least what the 786 TFLOP/s of a matrix product (796 beside 32 heads) in the same run
-would take, for bytes are few (docs/results/h200/{kernels_prefill_fa3,kernels_prefill}.json, summed up in docs/kernels.md):
+would take, for bytes are few. From kernels_prefill_fa3 and kernels_prefill in docs/results/h200:
 
     8192 tokens, 32 heads of 128 over 8    550 GFLOP     at least  699 us    1552 us            (FlashAttention-3 854)
     8 x 1024 tokens of the same             69 GFLOP     at least   87 us     268 us            (175)

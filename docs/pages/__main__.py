@@ -71,9 +71,9 @@ whole calls and our three launches in [replays](results/h200/profiles_latents.js
 | 128 | 156.7 | 159.2 | 164.7 | 160.6 | 154.5 | 2.5 | 147.6 | 10.3 |
 
 At 128 requests attention takes 147.6 us, and FlashMLA's 144.9; ncu has memory at 0.83 of what it can in both. The merge
-takes 10.3 us, FlashMLA's 1.6, and pieces cost 4.1 us. So 0.86 of a copy is reached under [`fa3`](results/h200/kernels_fa3_mla.json) and 0.88 under
+takes 10.3 us, FlashMLA's 1.6, and pieces cost 4.1 us. So 0.86 of a copy is reached under
+[`fa3`](results/h200/kernels_fa3_mla.json) and 0.88 under
 [`flashinfer_mla`](results/h200/kernels_flashinfer_mla.json). FlashAttention-3 reaches 0.92 and FlashInfer 0.96 there.
-On an [H100](results/h100/kernels_trtllm_mla.json) it is 0.86, and 0.92 of FlashMLA.
 
 Programs of the merge are smaller since: it takes 4.1 us there, and a call 160.1 beside 165.4, with the same bits
 ([before and now](results/h200/merges.json)). With it a call takes [159.2 us](results/h200/kernels_gluon.json) under
