@@ -324,7 +324,7 @@ def test_rows_that_see_one_another_are_a_block_draft(width: int) -> None:
 
 def drafts(*, blocks: bool = False, **fields: object) -> SimpleNamespace:
     known = {"parallel_drafting": False, "attention_backend": None, "method": "dspark" if blocks else "mtp"}
-    known["enable_adaptive_verification"] = False
+    known |= {"enable_adaptive_verification": False, "draft_model_config": None}
     return SimpleNamespace(use_dflash=lambda: False, use_dspark=lambda: blocks, **known | fields)
 
 

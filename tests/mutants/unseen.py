@@ -134,5 +134,5 @@ def padded_requests_keep_their_last_length(patch: pytest.MonkeyPatch) -> None:
 def nodes_stand_by_their_number(patch: pytest.MonkeyPatch) -> None:
     """A node of a verified tree stands as far after the committed tokens as its number, not its depth."""
     positions = checks_plan.token_positions
-    flat = lambda step, forward: positions(replace(step, tree_mask=None), forward)  # noqa: E731
+    flat = lambda step, forward=0: positions(replace(step, tree_mask=None), forward)  # noqa: E731
     patch.setattr(checks_plan, "token_positions", flat)
