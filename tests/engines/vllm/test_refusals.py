@@ -77,9 +77,9 @@ DRAFTS: dict[str, tuple[Row, dict[str, Any], str]] = {
     "a backend of the draft's own": (
         GQA,
         {"attention_backend": "ATTN_BACKENDS_TRTLLM_MLA"},
-        r"\['ATTN_BACKENDS_TRTLLM_MLA of the draft: non-MLA not supported; .* of the draft: block_size 16 \(it takes",
+        r"TRTLLM_MLA of the draft: non-MLA not supported; .* of the draft: block_size 16 \(it takes multiples of 64",
     ),
-    "the target's backend": (MLA, {}, r"\['ATTN_BACKENDS_TRTLLM_MLA of the draft: non-MLA not supported'\]"),
+    "the target's backend": (MLA, {}, "TRTLLM_MLA of the draft: non-MLA not supported"),
     "a cache type of the draft's own": (
         GQA,
         {"kv_cache_dtype": "fp8_e5m2"},
@@ -91,7 +91,9 @@ DRAFTS: dict[str, tuple[Row, dict[str, Any], str]] = {
         "TRTLLM_MLA of the draft: non-MLA not supported; .* of the draft: adaptive verification, whose rows the device",
     ),
 }
-"""Ways of drafting with EAGLE-3's head: what is added to the speculative configuration, and why it is refused."""
+"""Ways of drafting with EAGLE-3's head: what is added to the speculative configuration, and why it is refused. vLLM's
+validation does so, or our layer where that has its answer from an engine before.
+"""
 LAYERS: dict[str, tuple[dict[str, Any], str]] = {
     "cross-attention": ({"attn_type": "encoder_decoder"}, "attention type encoder_decoder not supported"),
     "ALiBi": ({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, "ALiBi slopes"),
