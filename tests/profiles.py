@@ -66,7 +66,7 @@ PIECES = "attn_backends.kernels.{}.most_pieces"
 
 class Shape(NamedTuple):
     """One attention call of a backend. width: query rows of a request. kernels: ours, then the vendor's. dim: elements
-    of a key and a value, if they are not the benchmarks'.
+    of a key and a value, if they are not the benchmarks'. latents: MLA's cache, where ours is told without pieces, too.
     """
 
     backend: str
@@ -77,9 +77,11 @@ class Shape(NamedTuple):
     width: int
     page_size: int = PAGE_SIZE
     dim: int = 0
+    latents: bool = False
 
 
 PROMPTS, SPARSE = ("gluon", "vllm_flash_attn"), ("gluon", "flashmla_sparse")
+LATENTS = {"trtllm_mla": ("gluon", "flashmla"), "fa3": ("gluon_mla", "vllm_flash_attn")}
 SHAPES = (
     Shape("fa3", PROMPTS, 1, 1024, 32, 1024),
     Shape("fa3", PROMPTS, 1, 32768, 32, 32768),
@@ -88,9 +90,8 @@ SHAPES = (
     Shape("fa3", PROMPTS, 1, 32768, 32, 32768, PAGE_SIZE, 256),
     Shape("dsv4", SPARSE, 128, 4096, 128, 1),
     Shape("dsv4", SPARSE, 1, 8192, 128, 8192),
-    Shape("trtllm_mla", ("gluon", "flashmla"), 128, 32768, 128, 16),
-    Shape("trtllm_mla", ("gluon", "flashmla"), 8, 4096, 16, 1),
-    Shape("trtllm_mla", ("gluon", "flashmla"), 128, 4096, 16, 1),
+    Shape("trtllm_mla", LATENTS["trtllm_mla"], 128, 32768, 128, 16, latents=True),
+    *(Shape(name, LATENTS[name], size, 4096, 16, 1, latents=True) for name in LATENTS for size in (8, 32, 128)),
 )
 
 
@@ -103,7 +104,7 @@ def asked_of(shape: Shape, device: torch.device) -> Any:
         lengths = Lengths("", [shape.width] * shape.batch_size, shape.context - shape.width)
         found = iter([problem(pool_of(layer, shape.page_size, lengths, device), layer, shape.width)])
     else:
-        format = CacheFormat.KV if shape.backend == "fa3" else CacheFormat.LATENT
+        format = CacheFormat.LATENT if shape.latents else CacheFormat.KV
         layers = LAYERS[format]
         pool = fill_pool(layers[0], shape.batch_size, shape.context, device, [shape.width])
         found = (problem(pool, layer, shape.width) for layer in layers)
@@ -128,7 +129,7 @@ def replayed(shape: Shape, stage: Stage) -> Iterator[dict[str, Any]]:
     num_calls = len(asked.pool.caches)
     for kernel in shape.kernels:
         captured[kernel] = capture(asked.call(get_backend(shape.backend), kernel), asked.pool.caches, stage)
-        if shape.backend == "trtllm_mla" and kernel not in VENDOR_KERNELS:
+        if shape.latents and kernel not in VENDOR_KERNELS:
             modules = [patch(PIECES.format(name), lambda *sizes: 0) for name in ("triton_decode", "gluon_mla")]
             with modules[0], modules[1]:
                 call = asked.call(get_backend(shape.backend), kernel)

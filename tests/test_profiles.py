@@ -74,7 +74,7 @@ def test_replays_are_of_each_kernel_and_of_ours_without_pieces(monkeypatch: pyte
     monkeypatch.setattr("benchmarks.shapes.COLD_BYTES", 0)
     monkeypatch.setattr(profiles, "events_of", lambda captured: [])
     stage = Stage(torch.device("cpu"), RecordedGraph, Clock(), 2)
-    shape = profiles.Shape("trtllm_mla", ("torch", "torch"), 2, 100, 16, 1)
+    shape = profiles.Shape("trtllm_mla", ("torch", "torch"), 2, 100, 16, 1, latents=True)
     rows = list(profiles.replayed(shape, stage))
     assert [row["kernel"] for row in rows] == ["torch", "torch without pieces"]
     assert all(row["status"] == "replayed" and row["call_us"] > 0 and row["heads"] == 16 for row in rows)
