@@ -18,8 +18,8 @@ from tests.gluon_compile import fetch
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 _ROOT = Path(__file__).parent.parent
-# Two tiles of rows, pieces apart; two sizes of blocks and two, few or many parts, of keys and values all but one.
-DIVIDED = {"_attend": 4, "_merge": 6, "_paged_attention": 1}
+# Two tiles of rows, dealt out or not; two sizes of blocks and two, few or many parts, of keys and values all but one.
+DIVIDED = {"_attend": 4, "_deal_out": 2, "_merge": 6, "_paged_attention": 1}
 WHOLE = {"_attend": 2, "_paged_attention": 1}
 COMPRESSED = {"_sparse_attention": 2, "_merge": 1, "_index_scores": 1, "_select_top": 1}  # attention whole and in parts
 WRITTEN = dict.fromkeys(("_write_rows", "_write_states", "_pool_tokens", "_write_entries"), 1)

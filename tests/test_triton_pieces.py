@@ -8,67 +8,63 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_backends.kernels.triton_pieces import LEAST_BLOCKS, most_pieces, share_of
+from attn_backends.kernels.triton_pieces import LEAST_BLOCKS, deal_out, most_pieces, share_of
 from tests.triton_interpreter import interpreted
 
 KEYS = 16  # of a block
 
 
 @triton.jit
-def _shares(kv_lens, pieces, out, bs, num_whole, num_splits, most, OF_PIECES: tl.constexpr, KEYS: tl.constexpr):
-    unit, batch = tl.program_id(0), (bs, num_whole, num_splits, most)
-    request, split, num_parts = share_of(unit, kv_lens, batch, pieces, OF_PIECES, KEYS)
-    tl.store(out + unit * 3, request)
-    tl.store(out + unit * 3 + 1, split)
-    tl.store(out + unit * 3 + 2, num_parts)
+def _shares(out, bs, num_splits, dealt):
+    unit = tl.program_id(0)
+    request, split, num_parts, piece = share_of(unit, bs, num_splits, dealt)
+    tl.store(out + unit * 4, request)
+    tl.store(out + unit * 4 + 1, split)
+    tl.store(out + unit * 4 + 2, num_parts)
+    tl.store(out + unit * 4 + 3, piece)
 
 
-def shares(kv_lens: Tensor, num_whole: int, num_splits: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What each unit takes, [units, 3], first of pieces and then of the others, and the pieces of each request."""
-    bs = len(kv_lens)
-    pieces = torch.full((bs,), -9, dtype=torch.int32)
-    interpreted("triton_pieces", "share_of")
-    found = []
-    for is_piece, num in ((True, most), (False, num_whole + (bs - num_whole) * num_splits)):
-        found.append(torch.full((num, 3), -9, dtype=torch.int32))
-        if num:
-            _shares[(num,)](kv_lens, pieces, found[-1], bs, num_whole, num_splits, most, is_piece, KEYS)
-    return *found, pieces
+def shares(kv_lens: Tensor, num_splits: int, most: int) -> tuple[list[tuple[int, ...]], list[int]]:
+    """What each unit takes, and the pieces of each request."""
+    interpreted("triton_pieces", "_deal_out")
+    bs, dealt = len(kv_lens), deal_out(kv_lens, num_splits, most, KEYS) if most else None
+    found = torch.full((most + bs * num_splits, 4), -9, dtype=torch.int32)
+    _shares[(len(found),)](found, bs, num_splits, dealt)
+    return [tuple(unit) for unit in found.tolist()], [0] * bs if dealt is None else dealt[:bs].tolist()
 
 
-def expected(kv_lens: list[int], num_whole: int, num_splits: int, most: int) -> list[int]:
+def expected(kv_lens: list[int], num_splits: int, most: int) -> list[int]:
     """The pieces of each request, by the rule as it is written down."""
     blocks = [-(-length // KEYS) for length in kv_lens]
     size = max(-(-sum(blocks) // most), LEAST_BLOCKS) if most else 0
-    parts = [1 if request < num_whole else num_splits for request in range(len(blocks))]
-    largest = [-(-each // num) for each, num in zip(blocks, parts, strict=True)]
-    return [each // size if most and part >= 2 * size else 0 for each, part in zip(blocks, largest, strict=True)]
+    return [each // size if most and -(-each // num_splits) >= 2 * size else 0 for each in blocks]
 
 
 BATCHES = {
-    "one long request": ([2000, 40, 0, 64], 4, 1, 6),
-    "long where it is divided anyway": ([100, 40, 3000, 64], 2, 3, 8),
-    "several": ([1500, 30, 1500, 30, 0, 700], 6, 1, 9),
-    "alike": ([800] * 5, 3, 4, 9),
-    "no pieces": ([2000, 40, 64], 1, 2, 0),
-    "more than are looked at together": ([20 * (i % 7) for i in range(255)] + [9000, 1, 9000] + [50] * 60, 318, 1, 11),
+    "one long request": ([2000, 40, 0, 64], 1, 6),
+    "long where it is divided anyway": ([100, 40, 3000, 64], 3, 8),
+    "several": ([1500, 30, 1500, 30, 0, 700], 1, 9),
+    "alike": ([800] * 5, 4, 9),
+    "no pieces": ([2000, 40, 64], 2, 0),
+    "more than are looked at together": ([20 * (i % 7) for i in range(255)] + [9000, 1, 9000] + [50] * 60, 1, 11),
+    "more pieces than are looked at together": ([60000, 16], 1, 300),
+    "more splits than are looked at together": ([64, 60000], 260, 2),
 }
 
 
-@pytest.mark.parametrize(("lens", "num_whole", "num_splits", "most"), BATCHES.values(), ids=BATCHES)
-def test_units_take_every_part_once(lens, num_whole, num_splits, most):
-    """As many pieces as the rule says, and no more than there is room for; whole requests, then parts."""
-    found, others, pieces = shares(torch.tensor(lens, dtype=torch.int32), num_whole, num_splits, most)
-    right = expected(lens, num_whole, num_splits, most)
+@pytest.mark.parametrize(("lens", "num_splits", "most"), BATCHES.values(), ids=BATCHES)
+def test_units_take_every_part_once(lens, num_splits, most):
+    """As many pieces as the rule says, then parts of the other requests; units that are left over take nothing."""
+    found, pieces = shares(torch.tensor(lens, dtype=torch.int32), num_splits, most)
+    right = expected(lens, num_splits, most)
+    assert pieces == right
     assert sum(right) <= most
-    units = [(request, split, num) for request, num in enumerate(right) for split in range(num)]
-    assert [tuple(unit) for unit in found.tolist()] == units + [(0, 0, 0)] * (most - len(units))
-    units = [(request, 0, 1) for request in range(num_whole) if not right[request]]
-    divided = range(num_whole, len(lens))
-    units += [(each, split, num_splits) for split in range(num_splits) for each in divided if not right[each]]
-    assert [tuple(unit) for unit in others.tolist() if unit[2]] == units
-    if most:
-        assert pieces.tolist() == right
+    split = [(request, number, num) for request, num in enumerate(right) for number in range(num)]
+    units = [(*each, number) for number, each in enumerate(split)]
+    of_all = [(each, number) for number in range(num_splits) for each in range(len(lens))]
+    units += [(each, number, 0 if right[each] else num_splits, -1) for each, number in of_all]
+    assert found[: len(units)] == units
+    assert all(num_parts == 0 and 0 <= request < len(lens) for request, _, num_parts, _ in found[len(units) :])
 
 
 def test_a_batch_has_pieces_where_a_request_can_be_long():

@@ -41,6 +41,7 @@ from spec_metadata import (
     TokenBucket,
 )
 from spec_metadata.bound_inputs import check_bound
+from spec_metadata.query import packed_starts
 
 INPUTS = "bound inputs"
 ANYTHING = 2**30  # in padding, where an engine says how many requests are real
@@ -146,7 +147,7 @@ def _values_outside(captured: BoundGraph | BoundRaggedGraph) -> None:
     for buffer, end in ((assigned, num_places), (slots, geometry.num_slots)):
         if buffer is not None:
             buffer.fill_(-1)
-            buffer.view(-1)[1::2] = end
+            buffer[1::2] = end
     inputs.seq_lens.fill_(meta.step.width if inputs.lens_include_rows else 0)
     _check_reserved(captured, "given ones are outside the pool")
     if inputs.num_real is None:
@@ -166,6 +167,10 @@ def _check_reserved(captured: BoundGraph | BoundRaggedGraph, why: str) -> None:
     if wrong := written[written // geometry.page_size != geometry.reserved_page].tolist():
         raise CheckFailure("write slots", why, None, "of the reserved page", str(wrong))
     read = paging.static_input()
+    if isinstance(paging, BlockTable):  # no form reads what comes after the pages of a request's tokens
+        starts, first = packed_starts(meta.step.query), torch.arange(read.shape[1], device=read.device)
+        tokens = torch.as_tensor([meta.step.num_writes // paging.bs]) if starts is None else starts.diff()
+        read = read[(first * geometry.page_size < tokens.to(read.device).unsqueeze(1)).expand_as(read)]
     if wrong := read[read != paging.padding].tolist():
         raise CheckFailure("pages or rows of requests", why, None, "reserved", str(wrong))
     compare_identical("committed tokens", meta.step.seq_lens, torch.zeros_like(meta.step.seq_lens))

@@ -4,7 +4,7 @@ A program takes the rows of one request that share a KV head (query rows times t
 them) and a part of the request's keys. Where requests are too few to fill the GPU, several programs divide the keys and
 a second launch merges their outputs by the log-sum-exp. Nothing is read on the host. How many parts there are follows
 from the sizes of the batch, their keys from the length on the device. Where programs fill the GPU, a request much
-longer than the others is left to a launch of its pieces (`triton_pieces`). In a sliding window the parts begin at the
+longer than the others is divided into pieces (`triton_pieces`). In a sliding window the parts begin at the
 block of the request's first window, a tile of rows at that of its own. Sinks are counted by the merge, or by the one
 part. Keys past those that a request's last row sees are not read. Partial outputs are the kernel's scratch
 (`attn_backends.vendors.ours`).
@@ -48,7 +48,7 @@ from torch import Tensor
 from attn_backends.kernels.devices import gpu_of
 from attn_backends.kernels.triton_launch import LISTS, Call, DirectLaunch, strided
 from attn_backends.kernels.triton_merge import Parts, merge, part_of, query_rows
-from attn_backends.kernels.triton_pieces import most_pieces, rows_before, share_of
+from attn_backends.kernels.triton_pieces import deal_out, most_pieces, rows_before, share_of
 from attn_backends.kernels.triton_rows import elements, load_queries, write_rows
 from attn_backends.kernels.triton_tiles import (
     Tiles,
@@ -164,29 +164,27 @@ def _over_keys(
 
 
 @triton.jit
-def _part(
-    lists, batch, numbers, window, drafted, OF_PIECES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_KEYS: tl.constexpr
-):
+def _part(lists, numbers, window, drafted, CAUSAL: tl.constexpr, BLOCK_KEYS: tl.constexpr):
     """What a program takes: a request's page ids, first query row, rows, keys, first key of a part and the one past its
-    last, how many parts there are, and where the part's outputs are. numbers: unit, width, heads, and rows times heads
-    from a split to the next.
+    last, how many parts there are, and where the part's outputs are. numbers: unit, requests, their splits, width,
+    heads, and rows times heads from a split to the next.
     """
-    query_indptr, page_indptr, page_ids, kv_lens, table_stride, pieces = lists
-    unit, width, num_heads, split_stride = numbers
-    request, split, num_parts = share_of(unit, kv_lens, batch, pieces, OF_PIECES, BLOCK_KEYS)
+    query_indptr, page_indptr, page_ids, kv_lens, table_stride, shares = lists
+    unit, bs, num_splits, width, num_heads, split_stride = numbers
+    request, split, num_parts, piece = share_of(unit, bs, num_splits, shares)
     request = request.to(tl.int64)
     first, num_rows = query_rows(query_indptr, request, width)
     ids, num_keys = _page_list(page_indptr, page_ids, request, table_stride), tl.load(kv_lens + request)
     least = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
     start, end, _ = part_of(split, least, num_keys, tl.maximum(num_parts, 1), BLOCK_KEYS)
-    before = rows_before(unit, split, batch[2], split_stride, (first, width, num_heads), OF_PIECES)
+    before = rows_before(split, piece, num_splits, split_stride, first, width, num_heads)
     return ids, first, num_rows, num_keys, start, tl.where(num_parts == 0, start, end), num_parts, before
 
 
-_SHARES = ("bs", "num_splits", "most", "split_stride")
+_SHARES = ("shares", "bs", "num_splits", "split_stride")
 
 
-@triton.jit(do_not_specialize=[*LISTS, "lse", "partial_lse", "pieces", "width", "num_tiles", *_SHARES])
+@triton.jit(do_not_specialize=[*LISTS, "lse", "partial_lse", "width", "num_tiles", *_SHARES])
 def _attend(
     q,
     k_pages,
@@ -199,20 +197,18 @@ def _attend(
     lse,
     partial_out,
     partial_lse,
-    pieces,
+    shares,
     width,
     shape,
     table_stride,
     num_tiles,
     bs,
     num_splits,
-    most,
     split_stride,
     scales,
     window,
     drafted,
     sinks,
-    OF_PIECES: tl.constexpr,
     CAUSAL: tl.constexpr,
     LATENT: tl.constexpr,
     WHOLE_PAGES: tl.constexpr,
@@ -226,12 +222,12 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """q, pages: (pointer, strides). shape: heads of a KV head, KV heads, page size. bs to most: of `share_of`."""
+    """q, pages: (pointer, strides). shape: heads of a KV head, KV heads, page size. shares: of `share_of`."""
     group, num_kv_heads, page_size = shape
-    unit, heads, batch = tl.program_id(0) // (num_tiles * num_kv_heads), num_kv_heads * group, (bs, 0, num_splits, most)
+    unit, heads = tl.program_id(0) // (num_tiles * num_kv_heads), num_kv_heads * group
     tile, kv_head = tl.program_id(0) % num_tiles, (tl.program_id(0) // num_tiles % num_kv_heads).to(tl.int64)
-    lists = (query_indptr, page_indptr, page_ids, kv_lens, table_stride, pieces)
-    part = _part(lists, batch, (unit, width, heads, split_stride), window, drafted, OF_PIECES, CAUSAL, BLOCK_KEYS)
+    lists = (query_indptr, page_indptr, page_ids, kv_lens, table_stride, shares)
+    part = _part(lists, (unit, bs, num_splits, width, heads, split_stride), window, drafted, CAUSAL, BLOCK_KEYS)
     ids, first, num_rows, num_keys, start, end, num_parts, before = part
     if (tile * BLOCK_ROWS >= num_rows * group) | ((num_parts != 1) & (start >= end)):
         return
@@ -286,17 +282,18 @@ def paged_attention(
         room, at_once = most_rows - num_splits * split_stride, num_slots // max(per_request, 1)
         most = most_pieces(bs, num_blocks, at_once, max_query * num_heads, room)
     out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
-    pieces = kv_lens.new_empty(bs) if most else kv_lens
+    shares = deal_out(kv_lens, num_splits, most, tiles.keys) if most else None
     lists, drafted, sinks = (query_indptr, page_indptr, page_ids, kv_lens), dense(drafted), dense(sinks)
-    shape = (max_query, heads, page_ids.stride(0), num_tiles, bs, num_splits, most, split_stride)
-    scales = (scale * k_scale * _LOG2_E, v_scale)
-    tensors = (q, k_pages, v_pages, *lists, out, lse, partial_out, partial_lse, pieces, drafted, sinks)
-    for of_pieces, num_units in ((True, most), (False, bs * num_splits)):
-        if num_units:
-            numbers = (num_units * per_request, (*shape, of_pieces), scales, window, causal, dims, dot, tiles)
-            _launch(tensors, *numbers)
-    parts, extras = Parts(partial_out, partial_lse, 0, num_splits, split_stride, most, pieces), (window, drafted, sinks)
+    shape = (max_query, heads, page_ids.stride(0), num_tiles, bs, num_splits, split_stride)
+    scales, num_programs = (scale * k_scale * _LOG2_E, v_scale), (most + bs * num_splits) * per_request
+    tensors = (q, k_pages, v_pages, *lists, out, lse, partial_out, partial_lse, shares, drafted, sinks)
+    if num_programs:
+        _launch(tensors, num_programs, shape, scales, window, causal, dims, dot, tiles)
     if num_splits > 1 or most:
+        parts = Parts(
+            partial_out, partial_lse, 0, num_splits, split_stride, most, kv_lens if shares is None else shares
+        )
+        extras = (window, drafted, sinks)
         merge(parts, query_indptr, kv_lens, (out, lse), max_query, tiles.keys, causal, extras)
     return out, lse
 
@@ -323,13 +320,13 @@ def _call(
     dot: torch.dtype,
     tiles: Tiles,
 ) -> Call:
-    (*numbers, of_pieces), (*given, drafted, sinks) = shape, tensors
-    page_size = numbers[1][2]
-    constants = {"OF_PIECES": of_pieces, "CAUSAL": causal, "WHOLE_PAGES": page_size % tiles.keys == 0}
+    *given, drafted, sinks = tensors
+    page_size = shape[1][2]
+    constants: dict[str, Any] = {"CAUSAL": causal, "WHOLE_PAGES": page_size % tiles.keys == 0}
     constants |= {**sizes_of(*dims), "BLOCK_ROWS": tiles.rows, "BLOCK_KEYS": tiles.keys, "DOT": _DOT_TYPES[dot]}
     options = {**constants, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     options |= {"maxnreg": tiles.registers} if tiles.registers else {}
-    arguments = (*strided(given[:3]), *given[3:], *numbers, scales, window, drafted, sinks)
+    arguments = (*strided(given[:3]), *given[3:], *shape, scales, window, drafted, sinks)
     return Call((num_programs,), arguments, options)
 
 

@@ -154,7 +154,7 @@ def _merge(
 class Parts(NamedTuple):
     """Attention's results in parts. out, lse: float32 scratch. num_whole: requests that are not divided, the
     first ones. num_splits: parts of the others. split_stride: rows times heads from a split to the next, 0 if there is
-    one. most: pieces that there may be. pieces: [bs] int32, their numbers as `triton_pieces.share_of` wrote them.
+    one. most: pieces that there may be. pieces: [bs] int32, or more, their numbers as written by `deal_out`.
     """
 
     out: Tensor

@@ -6,8 +6,8 @@ at all lengths, and of what they find follows who takes what:
 
     size      blocks of keys of a piece at least: all blocks of the batch, divided by the pieces that run at once
     long      a request whose parts would be of two sizes or more; it has as many pieces as sizes, instead of parts
-    order     pieces first, as programs are begun in their order. In `triton_decode` they are a launch of their own: a
-              program that could be either keeps more in registers over its keys
+    order     pieces first, as programs are begun in their order. A launch of its own, `deal_out`, writes down who takes
+              what: a program that finds it out keeps more in registers over its keys
 
 Pieces have sizes that add up to no more than all blocks, so `most` of them suffice, and a grid may be fixed. The number
 of pieces of each request is kept for the merge. A batch's lengths decide on the order of sums, as they do in the
@@ -32,8 +32,13 @@ microseconds on an H200 (docs/results/h200/pieces.json); the last is one request
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from attn_backends.kernels.triton_launch import Call, DirectLaunch
 
 LEAST_BLOCKS = 4
 """Blocks of a piece at least."""
@@ -54,80 +59,83 @@ def most_pieces(bs: int, blocks: int, at_once: int, rows: int, room: int) -> int
 
 
 @triton.jit
-def _blocks(kv_lens, first, batch, BLOCK_KEYS: tl.constexpr):
+def _blocks(kv_lens, first, bs, num_splits, BLOCK_KEYS: tl.constexpr):
     """Some requests, their blocks of keys, and those of each one's largest part."""
-    bs, num_whole, num_splits, _ = batch
     request = first + tl.arange(0, _REQUESTS)
     blocks = tl.cdiv(tl.load(kv_lens + request, mask=request < bs, other=0), BLOCK_KEYS)
-    return request, blocks, tl.cdiv(blocks, tl.where(request < num_whole, 1, num_splits))
+    return request, blocks, tl.cdiv(blocks, num_splits)
 
 
 @triton.jit
-def _size(kv_lens, batch, BLOCK_KEYS: tl.constexpr):
+def _size(kv_lens, bs, num_splits, most, BLOCK_KEYS: tl.constexpr):
     """Blocks of a piece at least, and of the largest part of all requests."""
     total, largest = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    for first in range(0, batch[0], _REQUESTS):
-        _, blocks, part = _blocks(kv_lens, first, batch, BLOCK_KEYS)
+    for first in range(0, bs, _REQUESTS):
+        _, blocks, part = _blocks(kv_lens, first, bs, num_splits, BLOCK_KEYS)
         total, largest = total + tl.sum(blocks, axis=0), tl.maximum(largest, tl.max(part, axis=0))
-    return tl.maximum(tl.cdiv(total, batch[3]), _LEAST), largest
+    return tl.maximum(tl.cdiv(total, most), _LEAST), largest
 
 
 @triton.jit
-def _num_pieces(blocks, part, size):
-    """Pieces of requests, 0 of those that are not long."""
-    return tl.where(part >= 2 * size, blocks // size, 0)
+def _write(shares, unit, live, request, split, num_parts, piece):
+    """Shares of units: four numbers each."""
+    tl.store(shares + 4 * unit, request, mask=live)
+    tl.store(shares + 4 * unit + 1, split, mask=live)
+    tl.store(shares + 4 * unit + 2, num_parts, mask=live)
+    tl.store(shares + 4 * unit + 3, piece, mask=live)
+
+
+@triton.jit(do_not_specialize=["kv_lens", "shares", "bs", "num_splits", "most"])
+def _deal_out(kv_lens, shares, bs, num_splits, most, BLOCK_KEYS: tl.constexpr):
+    """A program writes the shares of one request, its pieces or its parts, and some of those that nobody has."""
+    own, before, num, here = (
+        tl.full((), 0, tl.int32),
+        tl.full((), 0, tl.int32),
+        tl.full((), 0, tl.int32),
+        tl.program_id(0),
+    )
+    size, largest = _size(kv_lens, bs, num_splits, most, BLOCK_KEYS)
+    if largest >= 2 * size:
+        for first in range(0, bs, _REQUESTS):
+            request, blocks, part = _blocks(kv_lens, first, bs, num_splits, BLOCK_KEYS)
+            pieces = tl.where(part >= 2 * size, blocks // size, 0)
+            own += tl.sum(tl.where(request == here, pieces, 0), axis=0)
+            before += tl.sum(tl.where(request < here, pieces, 0), axis=0)
+            num += tl.sum(pieces, axis=0)
+    tl.store(shares + here, own)
+    shares += bs
+    for first in range(0, own, _REQUESTS):
+        split = first + tl.arange(0, _REQUESTS)
+        _write(shares, before + split, split < own, here, split, own, before + split)
+    for first in range(0, num_splits, _REQUESTS):
+        split = first + tl.arange(0, _REQUESTS)
+        num_parts = tl.where(own > 0, 0, num_splits)
+        _write(shares, num + split * bs + here, split < num_splits, here, split, num_parts, -1)
+    for first in range(num + here, most, bs * _REQUESTS):
+        unit = first + bs * tl.arange(0, _REQUESTS)
+        _write(shares, unit + num_splits * bs, unit < most, here, 0, 0, -1)
 
 
 @triton.jit
-def _piece(unit, kv_lens, batch, pieces, BLOCK_KEYS: tl.constexpr):
-    """The request of a piece, which of its pieces that is, and how many it has; 0 if there are not so many in all. The
-    first programs write how many pieces each request has.
+def share_of(unit, bs, num_splits, shares):
+    """The share of a unit's programs: a request, which of how many parts of it, none where there is nothing to do, and
+    which of all pieces that is, or -1. shares: as of `deal_out`; None where no request may have pieces.
     """
-    request, split, num_parts, num = unit * 0, unit * 0, unit * 0, unit * 0
-    size, largest = _size(kv_lens, batch, BLOCK_KEYS)
-    if (largest >= 2 * size) | (unit == 0):
-        for first in range(0, batch[0], _REQUESTS):
-            requests, blocks, part = _blocks(kv_lens, first, batch, BLOCK_KEYS)
-            own = _num_pieces(blocks, part, size)
-            begin = num + tl.cumsum(own, axis=0) - own
-            here = (unit >= begin) & (unit < begin + own)
-            request += tl.sum(tl.where(here, requests, 0), axis=0)
-            split += tl.sum(tl.where(here, unit - begin, 0), axis=0)
-            num_parts += tl.sum(tl.where(here, own, 0), axis=0)
-            num += tl.sum(own, axis=0)
-            tl.store(pieces + requests, own, mask=requests < tl.where(unit == 0, batch[0], 0))
-    return request, split, num_parts
+    if shares is None:
+        return unit % bs, unit // bs, num_splits, tl.full((), -1, tl.int32)
+    else:
+        own = shares + bs + 4 * unit
+        return tl.load(own), tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
 
 
 @triton.jit
-def share_of(unit, kv_lens, batch, pieces, OF_PIECES: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """The share of a unit's programs: a request, and which of how many parts of it; nothing, of no parts. OF_PIECES:
-    whether units are pieces, or what is not divided and parts, without the requests that have pieces. batch: requests,
-    those that are not divided, the first ones, parts of the others, and most pieces. pieces: how many each request has,
-    written by the launch of pieces, which is first.
-    """
-    bs, num_whole, num_splits, most = batch
-    divided = tl.maximum(bs - num_whole, 1)
-    split = tl.maximum(unit - num_whole, 0) // divided
-    request = unit - split * divided
-    num_parts = tl.where(request < num_whole, 1, num_splits)
-    if OF_PIECES:
-        request, split, num_parts = _piece(unit, kv_lens, batch, pieces, BLOCK_KEYS)
-    elif most > 0:
-        num_parts = tl.where(tl.load(pieces + request) > 0, 0, num_parts)
-    return request, split, num_parts
-
-
-@triton.jit
-def rows_before(unit, split, num_splits, split_stride, rows, OF_PIECES: tl.constexpr):
+def rows_before(split, piece, num_splits, split_stride, first, width, num_heads):
     """Rows times heads from the beginning of all parts to those of one, less its request's first. split_stride: from a
-    split to the next; 0 if there is one. rows: the request's first, its rows at most, heads. Pieces follow the splits.
+    split to the next; 0 if there is one. first, width: the request's first row, and its rows at most. Pieces follow the
+    splits.
     """
-    first, width, num_heads = rows
-    before = split.to(tl.int64) * split_stride
-    if OF_PIECES:
-        before = num_splits.to(tl.int64) * split_stride + (unit.to(tl.int64) * width - first) * num_heads
-    return before
+    of_piece = num_splits.to(tl.int64) * split_stride + (piece.to(tl.int64) * width - first) * num_heads
+    return tl.where(piece < 0, split.to(tl.int64) * split_stride, of_piece)
 
 
 @triton.jit
@@ -155,3 +163,20 @@ def long_request(pieces, bs, nth):
         piece += tl.sum(tl.where(place < nth, own, 0), axis=0)
         before += tl.sum(is_long, axis=0)
     return request, num, piece
+
+
+def deal_out(kv_lens: Tensor, num_splits: int, most: int, block_keys: int) -> Tensor:
+    """Who takes what: [bs + 4 * units] int32, the pieces of each request, then the share of each unit, of which there
+    are `most`, and `num_splits` for each request. kv_lens: [bs] int32. num_splits: parts of one that has no pieces.
+    """
+    bs = kv_lens.shape[0]
+    shares = kv_lens.new_empty(bs + 4 * (most + bs * num_splits))
+    _launch((kv_lens, shares), bs, num_splits, most, block_keys)
+    return shares
+
+
+def _call(tensors: Sequence[Tensor], bs: int, num_splits: int, most: int, block_keys: int) -> Call:
+    return Call((bs,), (*tensors, bs, num_splits, most), {"BLOCK_KEYS": block_keys})
+
+
+_launch = DirectLaunch(_deal_out, _call)
