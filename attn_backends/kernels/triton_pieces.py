@@ -166,8 +166,8 @@ def long_request(pieces, bs, nth):
 
 
 def deal_out(kv_lens: Tensor, num_splits: int, most: int, block_keys: int) -> Tensor:
-    """Who takes what: [bs + 4 * units] int32, the pieces of each request, then the share of each unit, of which there
-    are `most`, and `num_splits` for each request. kv_lens: [bs] int32. num_splits: parts of one that has no pieces.
+    """Shares of all units, `most` and `num_splits` for each request: [bs + 4 * units] int32, the pieces of each request
+    and then four numbers of each unit. kv_lens: [bs] int32. num_splits: parts of a request that has no pieces.
     """
     bs = kv_lens.shape[0]
     shares = kv_lens.new_empty(bs + 4 * (most + bs * num_splits))
