@@ -337,7 +337,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"kernels (\S+) of \[\d+ rows\]", lambda: number("h200/demo_bfloat16", identical=True)),
     (MEASURED, r"kernels \d+ of \[(\S+) rows\]", lambda: all_are("h200/demo_bfloat16", "consistent", True)),
     (MEASURED, r"passed on (\d+) and (\d+) November, eagerly .*? The (\S+) kernels are (.*?)\.", whole_suites),
-    (MEASURED, r"\[(\S+) cases\]\(\S+h200/suites.json\).*?passed in (\d+) cases.*?kernels, in (\S+) cases", suites_again),
+    (MEASURED, r"\[(\S+) cases\]\(\S+h200/suites.*?passed in (\d+) cases.*?kernels, in (\S+) cases", suites_again),
     (MEASURED, r"This was (\S+) cases of (\S+) of today's (\S+) checks", lambda: executed(SUITES)),
     (MEASURED, r"Of the other (\S+), (\S+) are for kernels that plan on the host, and (\S+) check", never_ran),
     (MEASURED, r"\[(\S+) cases\]\(results/h200/ragged_fl", lambda: executed("h200/ragged_flashinfer")[0]),
