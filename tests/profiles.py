@@ -9,7 +9,7 @@ are not fixed (`--clock-control none`). Where ncu is missing or reads no counter
 
 Rows of status `replayed` are of CUDA graphs of the same call, which take turns: call_us of a whole one. Their
 `launches` are by torch's profiler: each one's time, and for how long the device was idle before it. Of latents ours is
-there once more, without a launch of pieces.
+there once more, without pieces of long requests.
 """
 
 from __future__ import annotations

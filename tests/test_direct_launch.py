@@ -170,6 +170,4 @@ def test_compiled_kernels_have_the_parameters_that_the_driver_is_given(pytestcon
     script = [sys.executable, "-c", COMPILED]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["2"] * 10, (
-        "scratch pointers, of each launch: divided batches are dealt out and merged"
-    )
+    assert done.stdout.split() == ["2"] * 10, "scratch pointers, of each launch: batches are dealt out and merged"

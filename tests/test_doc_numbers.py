@@ -59,6 +59,16 @@ def kernels(pattern: str) -> list[str]:
     return sorted({f"{row['backend']}/{row['kernel']}" for row in rows(pattern)})
 
 
+def suites_again() -> tuple[str, ...]:
+    """Cases that passed on 28 November: of all groups but one, of bound inputs, and of Triton's decode."""
+    passed: dict[str, int] = {}
+    for row in rows("h200/suites"):
+        assert row["failed"] == 0
+        passed[row["checks"]] = passed.get(row["checks"], 0) + row["passed"]
+    groups, bound, decode = passed.values()
+    return f"{groups:,}", str(bound), f"{decode:,}"
+
+
 def whole_suites() -> tuple[str, ...]:
     """Of the runs on an H200: on which days, on how many kernels, on which ones."""
     files = (ROOT / "docs/results/h200").glob("conformance_*.json")
@@ -114,17 +124,54 @@ def target(pattern: str, name: str, kernel: str | None = None) -> tuple[str, str
 
 
 def latents() -> tuple[str, ...]:
-    """Of 8, 32 and 128 requests what a call of ours takes; but of 32 what it took in replays, without a launch of
-    pieces, FlashMLA's, and ours by launch.
+    """Of 8, 32 and 128 requests what a call of ours takes; in replays with and without pieces, its launches, and
+    FlashMLA's call and launches.
     """
     place = {"kernel": "gluon", "heads": 16, "width": 1, "context": 4096}
-    today = {row["batch_size"]: [row["us"]] for row in rows("h200/kernels_gluon", **place)}
-    found = {(row["batch_size"], row["kernel"]): row for row in rows("h200/profiles_latents", status="replayed")}
-    names = ("gluon", "gluon without pieces", "flashmla")
-    calls = {number: [found[number, name]["call_us"] for name in names] for number in (8, 128)}
-    launches = {number: [launch[1] for launch in found[number, "gluon"]["launches"]] for number in calls}
-    lines = ((*today[each], *calls.get(each, ()), *launches.get(each, ())) for each in sorted(today))
-    return tuple(f"{us:.1f}" for line in lines for us in line)
+    found = {(row["batch_size"], row["kernel"]): row for row in replays("trtllm_mla")}
+    us = []
+    for row in sorted(rows("h200/kernels_gluon", **place), key=lambda row: row["batch_size"]):
+        ours, without, flashmla = (found[row["batch_size"], name] for name in CALLS)
+        us += [row["us"], ours["call_us"], without["call_us"], *launches(ours)]
+        us += [flashmla["call_us"], *launches(flashmla)[1:]]
+    return tuple(f"{each:.1f}" for each in us)
+
+
+def replays(backend: str) -> list[Any]:
+    return rows("h200/profiles_latents", status="replayed", backend=backend)
+
+
+def launches(row: Any) -> list[float]:
+    """What each takes."""
+    return [launch[1] for launch in row["launches"]]
+
+
+def replays_under_fa3() -> tuple[str, ...]:
+    """Attention's launch and FlashAttention-3's, their merges, a call without pieces and with them."""
+    ours, without, theirs = replays("fa3")
+    (_, *own), peers = launches(ours), launches(theirs)
+    pairs = (each for pair in zip(own, peers, strict=True) for each in pair)
+    return tuple(f"{us:.1f}" for us in (*pairs, without["call_us"], ours["call_us"]))
+
+
+def by_ncu() -> tuple[str, ...]:
+    """At 128 requests under `trtllm_mla`: ours and FlashMLA's share of memory, ours of L2, the longest waits."""
+    place = {"backend": "trtllm_mla", "batch_size": 128, "status": "pass"}
+    ours, theirs = rows("h200/profiles_latents", **place)
+    (_, fa3) = rows("h200/profiles_latents", backend="fa3", status="pass")
+    shares = [ours["percent"]["dram"], theirs["percent"]["dram"], ours["percent"]["l2"]]
+    ordered = [*sorted(ours["waits"].values())[:-3:-1], *(max(row["waits"].values()) for row in (theirs, fa3))]
+    return (*(f"{share / 100:.2f}" for share in shares), *map(str, ordered))
+
+
+def skewed(digits: int, **values: Any) -> tuple[str, str]:
+    """How many times as long ours take as the vendor's, of rows with the values: least and most."""
+    return spread((row["us"] / row["peer_us"] for row in rows("h200/skewed", **values)), digits)
+
+
+def costs_of_pieces() -> str:
+    calls = {(row["backend"], row["batch_size"], row["kernel"]): row["call_us"] for row in replays("trtllm_mla")}
+    return f"{max(us / calls[*key, CALLS[1]] for (*key, name), us in calls.items() if name == CALLS[0]):.2f}"
 
 
 def eight_bits() -> tuple[str, ...]:
@@ -141,6 +188,12 @@ def share_of_a_copy(name: str, peer: str) -> tuple[str, ...]:
     place = {"heads": 16, "width": 1, "batch_size": 128, "context": 4096}
     found = {row["kernel"]: f"{row['tb_per_s'] / copied:.2f}" for row in rows(f"h200/{name}", **place)}
     return found["gluon_mla" if name == "kernels_fa3_mla" else "gluon"], found[peer]
+
+
+def names_under_fa3() -> tuple[str, ...]:
+    place = {"heads": 16, "width": 1, "batch_size": 128, "context": 4096}
+    found = {row["kernel"]: f"{row['us']:.1f}" for row in rows("h200/kernels_fa3_mla", **place)}
+    return found["gluon_mla"], found["triton"]
 
 
 def speeds(name: str, kernel: str, heads: Sequence[int]) -> tuple[str, str]:
@@ -388,8 +441,8 @@ def large_heads() -> tuple[str, ...]:
     return tuple(f"{each:.2f}" for each in (missed["speed"], *busy))
 
 
-def speeds_of_192() -> tuple[str, ...]:
-    return tuple(str(row["speed"]) for row in rows("h200/prompts_192", kernel="gluon"))
+def speeds_of(dim: int) -> tuple[str, ...]:
+    return tuple(str(row["speed"]) for row in rows(f"h200/prompts_{dim}", kernel="gluon"))
 
 
 def waits_of_256() -> dict[str, float]:
@@ -422,8 +475,16 @@ def adapted() -> tuple[str, ...]:
     return spread((row["ratio"] for row in alone), 2)
 
 
-PEERS = (("kernels_fa3_mla", "vllm_flash_attn"), ("kernels_flashinfer_mla", "flashinfer_fa3"))
-COPIED = r"(?s)So (\S+) of a copy .*? and (\S+) under\s.*? FlashAttention-3 reaches (\S+) and FlashInfer (\S+) there"
+CALLS = ("gluon", "gluon without pieces", "flashmla")
+PEERS = (
+    ("kernels_gluon", "flashmla"),
+    ("kernels_fa3_mla", "vllm_flash_attn"),
+    ("kernels_flashinfer_mla", "flashinfer_fa3"),
+)
+COPIED = (
+    r"(?s)reaches 0.9 of a copy: (\S+) under .*?, (\S+) under .*? and (\S+) under\s.*? FlashMLA reaches (\S+), "
+    r"FlashAttention-3 (\S+) and\s+FlashInfer (\S+) there"
+)
 SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (README, r"\[(\S+) of \d+\]\(docs/results/full_cross", lambda: all_are("full_cross", "identical", True)),
     (README, r"\[(\S+) of \d+\]\(docs/results/h200/demo", lambda: all_are("h200/demo_float32", "identical", True)),
@@ -446,6 +507,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"kernels (\S+) of \[\d+ rows\]", lambda: number("h200/demo_bfloat16", identical=True)),
     (MEASURED, r"kernels \d+ of \[(\S+) rows\]", lambda: all_are("h200/demo_bfloat16", "consistent", True)),
     (MEASURED, r"passed on (\d+) and (\d+) November, eagerly .*? The (\S+) kernels are (.*?)\.", whole_suites),
+    (MEASURED, r"\[(\S+) cases\]\(\S+h200/suites.*?passed in (\d+) cases.*?kernels, in (\S+) cases", suites_again),
     (MEASURED, r"This was (\S+) cases of (\S+) of today's (\S+) checks", lambda: executed(SUITES)),
     (MEASURED, r"Of the other (\S+), (\S+) are for kernels that plan on the host, and (\S+) check", never_ran),
     (MEASURED, r"\[(\S+) cases\]\(results/h200/ragged_fl", lambda: executed("h200/ragged_flashinfer")[0]),
@@ -550,15 +612,35 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"heads reach\s+\[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
     (
         KERNELS,
-        r"\| 8 \| 24.1 " + 7 * r"\| (\S+) " + r"\| \| 32 \| 52.6 \| (\S+) [| ]+\| 128 \| 156.7 " + 7 * r"\| (\S+) ",
+        r"\| \s*".join(
+            f"{then} " + 9 * r"\| (\S+) " for then in (r"\| 8 \| 24.1", r"\| 32 \| 52.6", r"\| 128 \| 156.7")
+        ),
         latents,
     ),
-    (KERNELS, r"\[(\S+), (\S+) and (\S+)\]\(results/h200/prompts_192", speeds_of_192),
-    (KERNELS, r"\(`long_scoreboard`\), (\S+) cycles", lambda: str(waits_of_256()["long_scoreboard"])),
+    (KERNELS, r"\[(\S+), (\S+) and (\S+)\]\(results/h200/prompts_192", lambda: speeds_of(192)),
+    (KERNELS, r"\[(\S+) and (\S+)\]\(results/h200/prompts_64", lambda: speeds_of(64)[:2]),
+    (
+        KERNELS,
+        r"(?s)By ncu memory is at (\S+) of .*? at (\S+), and .*?L2 is at (\S+)\. .*?\(`wait`\), (\S+)\s.*?, (\S+)\. .*?"
+        r"\(`long_scoreboard`\), (\S+) cycles.*? barriers, (\S+)\.",
+        by_ncu,
+    ),
+    (
+        KERNELS,
+        r"(?s)Under `fa3` attention takes (\S+) us, and\s.*?'s (\S+), .*? it takes (\S+) us, and\s.*?'s (\S+)\. "
+        r".*? takes (\S+) us, with them (\S+)\.",
+        replays_under_fa3,
+    ),
+    (KERNELS, r"one run has (\S+) us by `gluon_mla` and (\S+) by", names_under_fa3),
+    (KERNELS, r"\(`long_scoreboard`\), (\S+) cycles an instruction", lambda: str(waits_of_256()["long_scoreboard"])),
     (KERNELS, COPIED, lambda: tuple(share_of_a_copy(*each)[n] for n in (0, 1) for each in PEERS)),
     (KERNELS, r"(?s)256 elements, at (\S+)\. Tensor\s+cores are busy (\S+) of .*?'s\s+(\S+)\.", large_heads),
     (MEASURED, r"they reach\s+\[(\S+) to (\S+)\]\(results/h200/prompt_forms", lambda: prompt_forms("prompt_forms")),
     (MEASURED, r"\[(\S+) to (\S+)\]\(results/h200/prompts_192", lambda: prompt_forms("prompts_192")),
+    (MEASURED, r"\[(\S+) to (\S+)\]\(results/h200/prompts_64", lambda: prompt_forms("prompts_64")),
+    (MEASURED, r"takes our kernels (\S+) to (\S+) times", lambda: skewed(2, status="met")),
+    (MEASURED, r"heads in Triton takes (\S+) to (\S+) times", lambda: skewed(1, status="missed")),
+    (MEASURED, r"takes up to (\S+) times as long as without pieces", costs_of_pieces),
     (
         MEASURED,
         r"(?s)latents at (\S+) to (\S+) times\s.*?prompts at (\S+) to (\S+), and .*? elements at (\S+)\s.*?"

@@ -99,12 +99,12 @@ SMOKE, FULL = pytest.param("fa3", marks=pytest.mark.smoke), pytest.param("dsv4",
 
 @pytest.mark.parametrize("name", [SMOKE, "trtllm_mla", "flashinfer_mla", FULL])
 def test_fused_planners_pass_the_suite_in_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded as the first node of graphs that grow, shrink, are padded or run idle."""
+    """Recorded as the first node of graphs that grow, shrink, are padded or run idle, or read an engine's buffers."""
     interpreted("triton_plan", "_plan_pages")
     get_backend(name)  # a backend that is imported now keeps what is patched below
     monkeypatch.setattr(worlds, "planner_of", lambda kernel: "fused")
     monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
-    report = run_conformance(name, kernel="torch", quick=True, select="graph.refresh_recorded")
+    report = run_conformance(name, kernel="torch", quick=True, select="graph.refresh_recorded,graph.bound_*")
     assert report.exit_code(require_run=True) == 0, [row.reason for row in report.rows]
 
 

@@ -21,16 +21,16 @@ On an H200 (bfloat16, pages of 64 tokens, CUDA graphs, microseconds, kernels in 
 docs/results/h200/kernels_gluon.json has all rows but the last, which was timed apart):
 
                                           this       FlashMLA   triton_decode
-    128 heads, 32 x 4096, width 1         84         75         170
-    the same, width 4 and 8               253, 496   215, 419   585, 1151
-    128 heads, 128 x 4096, width 1        277        236        595
-    the same, width 4 and 8               1007, 1955 844, 1664  2347, 4582
-    128 heads, 32 and 128 x 32768         510, 2015  445, 1732  1174, 4982
-    128 heads, 8 x 4096                   37         33         59
-    16 heads, 128 x 4096, width 4 and 8   174, 275   157, 236   321, 593
+    128 heads, 32 x 4096, width 1         84         75         172
+    the same, width 4 and 8               251, 491   213, 416   582, 1147
+    128 heads, 128 x 4096, width 1        274        235        602
+    the same, width 4 and 8               981, 1969  833, 1648  2283, 4636
+    128 heads, 32 and 128 x 32768         504, 1996  440, 1701  1175, 4945
+    128 heads, 8 x 4096                   37         33         58
+    16 heads, 128 x 4096, width 4 and 8   173, 273   159, 235   325, 599
     128 heads, a prompt of 8192 behind    3700       3099       7373      (its last 1024 rows)
 
-So it reaches 0.79 to 0.92 of FlashMLA's speed with 128 heads, up to 638 TFLOP/s. A profile (ncu, 128
+So it reaches 0.76 to 0.93 of FlashMLA's speed with 128 heads, up to 644 TFLOP/s. A profile (ncu, 128
 x 4096, width 1) has them at work in 0.60 of all cycles, memory at 0.49 and L2 at 0.67 of what they can. For 0.07 of the
 time a multiprocessor has no program, at the end. No unit is full: the groups wait for one another and for latents.
 Counted, not measured: shared memory is busy for about as many cycles as the tensor cores, because products of 64 x 64

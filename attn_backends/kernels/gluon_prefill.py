@@ -28,7 +28,8 @@ In bfloat16, 32 heads of 128 over 8, pages of 64, causal, CUDA graphs, microseco
 
 So it reaches 0.82 to 0.92 of FlashAttention-3's speed from 8192 tokens on, with 32 and 64 heads, and 0.77 to 0.92 in
 prompts of 1024, whose tiles have 4.5 blocks each. Other sizes of heads and pages, and prompts of unequal lengths, are
-in docs/results/h200/prompt_forms.json: 0.75 and more, but for 32768 tokens with heads of 256 elements, at 0.73.
+in docs/results/h200/{prompt_forms,prompts_64}.json: 0.75 and more, but for 32768 tokens with heads of 256 elements, at
+0.73. Heads of 64 reach 0.748 in 32768 tokens and 0.744 in 8 prompts of 8192.
 FlashAttention-3 has the copy engine (TMA) bring keys and take outputs, where threads do both here.
 
 Profiles are of ncu on an H100, before page ids were read ahead (docs/results/h100/profiles.json). In a prompt of 32768

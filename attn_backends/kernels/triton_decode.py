@@ -12,22 +12,22 @@ part. Keys past those that a request's last row sees are not read. Partial outpu
 MLA's latent is loaded once: its first elements, as many as a value has, are a tile that serves the scores and then the
 values; the rotated rest is a tile of its own. Arithmetic is float32, matrix products too for float32 inputs (no TF32).
 
-On an H200 (bfloat16, pages of 64 tokens, caches that L2 does not hold, CUDA graphs). "At least" is the time by the 4.3
-TB/s of a copy and the 792 TFLOP/s of a matrix product, measured in the same run. The last column is the vendor's kernel
+On an H200 (bfloat16, pages of 64 tokens, caches that L2 does not hold, CUDA graphs). "At least" is the time by the 4.29
+TB/s of a copy and the 806 TFLOP/s of a matrix product, measured in the same run. The last column is the vendor's kernel
 (docs/results/h200/{kernels_gluon,kernels_fa3}.json, summed up in docs/kernels.md):
 
-    MLA, 16 heads, batch 128 x 4096        608 MB, 18 GFLOP      at least 142 us    159 us  (FlashMLA 156)
-    the same, width 4                      622 MB, 73 GFLOP      at least 145 us    321 us  (FlashMLA 157)
-    MLA, 128 heads, batch 128 x 4096       640 MB, 146 GFLOP     at least 184 us    595 us  (FlashMLA 236)
-    32 heads of 128 over 8, 64 x 8192      2.1 GB, 9 GFLOP       at least 500 us    495 us  (FA3 487)
-    64 heads over 8, width 16, 64 x 8192   2.2 GB, 275 GFLOP     at least 507 us    804 us  (FA3 540)
+    MLA, 16 heads, batch 128 x 4096        608 MB, 18 GFLOP      at least 142 us    165 us  (FlashMLA 156)
+    the same, width 4                      622 MB, 73 GFLOP      at least 145 us    325 us  (FlashMLA 159)
+    MLA, 128 heads, batch 128 x 4096       640 MB, 146 GFLOP     at least 181 us    602 us  (FlashMLA 235)
+    32 heads of 128 over 8, 64 x 8192      2.1 GB, 9 GFLOP       at least 501 us    492 us  (FA3 492)
+    64 heads over 8, width 16, 64 x 8192   2.2 GB, 275 GFLOP     at least 509 us    812 us  (FA3 532)
 
-It stops at three places. MLA of 16 heads and one row reaches 0.89 of a copy, FlashMLA 0.91: the kernel takes 148 us
-there, FlashMLA's 145, pieces 4 (docs/results/h200/{profiles_latents,merges}.json), and the merge 4. Grouped queries
-of few rows take 1.1 to 1.4 times FA3's time where a batch makes fewer programs than the GPU could hold. 32 heads over 8
-over caches of 17 GB and more take up to 1.2 times.
+It stops at three places. MLA of 16 heads and one row reaches 0.86 to 0.89 of a copy, FlashMLA 0.91: the kernel takes
+152 us there, FlashMLA's 147, pieces 4 (docs/results/h200/profiles_latents.json), and the merge 4. Grouped queries
+take up to 1.3 times FA3's time where a batch makes fewer programs than the GPU could hold, and 64 heads over 8 with 16
+rows 1.1 to 1.9 times. 64 heads with 4 rows take 1.2 times over caches of 17 GB.
 
-And it stops at 214 to 255 TFLOP/s for more rows of MLA at 128 requests, where FlashMLA does up to 703. A tile of 64
+And it stops at 216 to 256 TFLOP/s for more rows of MLA at 128 requests, where FlashMLA does up to 717. A tile of 64
 rows and two blocks of latents fill the shared memory, and Triton 3.6 leaves no say in two things then. It lays all
 warps along the rows, so that both warp groups compute the same scores. And it loads the next block after the products
 of this one, to wait for it at once. Gluon has that say: on Hopper `gluon_mla` runs instead, where it was tried with the

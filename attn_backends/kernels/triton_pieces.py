@@ -13,21 +13,25 @@ Pieces have sizes that add up to no more than all blocks, so `most` of them suff
 of pieces of each request is kept for the merge. A batch's lengths decide on the order of sums, as they do in the
 vendors' schedules: the same batch gives the same bits.
 
-One request of 131,072 tokens among 127 of 1024, in microseconds on an H100 (docs/results/h100/skewed.json):
+One request of 131,072 tokens among 127 of 1024, in microseconds on an H200 (docs/results/h200/skewed.json):
 
-                                     this    without    vendor
-    MLA, 128 heads, width 1          197     3567       166       (gluon_mla, FlashMLA)
-    the same, width 4                545     3487       463
-    32 heads of 128 over 8, width 1  429     3594       361       (triton_decode, FlashAttention-3)
-    the same, width 4                434     3573       370
+                                     this    vendor
+    MLA, 128 heads, width 1          182     148       (gluon_mla, FlashMLA)
+    the same, width 4                547     458
+    MLA in triton_decode, width 1    327     148
+    the same, width 4                1171    458
+    32 heads of 128 over 8, width 1  348     256       (triton_decode, FlashAttention-3)
+    the same, width 4                353     264
 
-Where no request is long, programs look at the lengths in vain, and the merge is a launch more. MLA of 16 heads in
-microseconds on an H200 (docs/results/h200/pieces.json); the last is one request of 131,072 among 127 of 1024:
+Undivided, these took 7.6 to 22 times as long as the vendors' on an H100. While pieces of `triton_decode` were a launch
+before that of the parts, which waited for them, they took 479, 1838, 428 and 430 us. These runs are not kept.
 
-                                8 x 4096   128 x 4096   32 x 32,768   128 x 32,768   skewed
-    pieces in one launch           26          170          311           1205         120
-    a launch of their own          27          160          290           1097         160
-    the same form, no pieces       24          160          295           1140        3333
+Where no request is long, the lengths are looked at in vain. Calls of MLA, 16 heads, 4096 tokens, in microseconds of
+replays on an H200 (docs/results/h200/profiles_latents.json), under trtllm_mla and under fa3:
+
+    requests             8       32      128     128, fa3
+    with pieces          26.9    55.4    164     161
+    without              24.5    52.4    160     163
 """
 
 from __future__ import annotations
@@ -88,12 +92,8 @@ def _write(shares, unit, live, request, split, num_parts, piece):
 @triton.jit(do_not_specialize=["kv_lens", "shares", "bs", "num_splits", "most"])
 def _deal_out(kv_lens, shares, bs, num_splits, most, BLOCK_KEYS: tl.constexpr):
     """A program writes the shares of one request, its pieces or its parts, and some of those that nobody has."""
-    own, before, num, here = (
-        tl.full((), 0, tl.int32),
-        tl.full((), 0, tl.int32),
-        tl.full((), 0, tl.int32),
-        tl.program_id(0),
-    )
+    nothing = tl.full((), 0, tl.int32)
+    own, before, num, here = nothing, nothing, nothing, tl.program_id(0)
     size, largest = _size(kv_lens, bs, num_splits, most, BLOCK_KEYS)
     if largest >= 2 * size:
         for first in range(0, bs, _REQUESTS):
@@ -166,8 +166,9 @@ def long_request(pieces, bs, nth):
 
 
 def deal_out(kv_lens: Tensor, num_splits: int, most: int, block_keys: int) -> Tensor:
-    """Who takes what: [bs + 4 * units] int32, the pieces of each request, then the share of each unit, of which there
-    are `most`, and `num_splits` for each request. kv_lens: [bs] int32. num_splits: parts of one that has no pieces.
+    """The shares of all units: [bs + 4 * units] int32, the pieces of each request, then the share of each unit. Of
+    units there are `most`, and `num_splits` for each request. kv_lens: [bs] int32. num_splits: parts of a request
+    without pieces.
     """
     bs = kv_lens.shape[0]
     shares = kv_lens.new_empty(bs + 4 * (most + bs * num_splits))

@@ -54,37 +54,46 @@ Hopper](../attn_backends/kernels/gluon_prefill.py) and of [sparse rows](../attn_
 [other prompts](results/h200/prompt_forms.json) one misses 0.75 of FlashAttention-3's speed: 32,768 tokens whose heads
 have 256 elements, at 0.73. Tensor cores are busy 0.73 of the time there, FlashAttention-3's 0.93. Warps wait longest
 for global memory (`long_scoreboard`), 1.91 cycles an instruction. That is not among FlashAttention-3's four longest
-waits.
+waits. Heads of 64 elements miss 0.75 by less, and were not profiled:
+[0.744 and 0.748](results/h200/prompts_64.json) of its speed in 8 prompts of 8,192 and in one of 32,768.
 
 Queries of 192 and values of 128 elements reach [0.951, 0.932 and 1.037](results/h200/prompts_192.json) of its speed, in
 8 prompts of 8,192, one of 32,768, and the last 1,024 tokens of 32,768.
 
 MLA of 16 heads and one row runs on `triton_decode` under every name of ours. It is to reach 0.9 of a copy's bandwidth
-at 128 requests, and to be no slower at 8 and 32 than on 24 November. Since then a launch for pieces of long requests
-comes before it. Microseconds at 4,096 tokens on an H200: whole calls [today](results/h200/kernels_gluon.json), then
-whole calls and our three launches in [replays](results/h200/profiles_latents.json), before the merge that is below:
+at 128 requests, and to be no slower at 8 and 32 than on 24 November. Since then long requests are divided into pieces,
+and a launch, `deal_out`, writes down who takes what. Microseconds at 4,096 tokens on an H200: whole calls
+[today](results/h200/kernels_gluon.json) under `trtllm_mla`, then whole calls in
+[replays](results/h200/profiles_latents.json), ours and FlashMLA's, each with its launches:
 
-| requests | 24 November | today | in replays | without pieces | FlashMLA | pieces | attention | merge |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
-| 8 | 24.1 | 27.6 | 28.0 | 25.1 | 23.6 | 2.4 | 18.9 | 5.3 |
-| 32 | 52.6 | 55.0 | | | | | | |
-| 128 | 156.7 | 159.2 | 164.7 | 160.6 | 154.5 | 2.5 | 147.6 | 10.3 |
+| requests | 24 Nov. | today | replayed | no pieces | `deal_out` | attention | merge | FlashMLA | attention | merge |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| 8 | 24.1 | 26.9 | 26.9 | 24.5 | 1.7 | 19.0 | 4.8 | 23.8 | 17.2 | 5.2 |
+| 32 | 52.6 | 55.4 | 55.4 | 52.4 | 1.5 | 46.2 | 3.5 | 51.3 | 43.6 | 3.5 |
+| 128 | 156.7 | 164.5 | 164.1 | 160.1 | 1.6 | 151.9 | 4.3 | 156.7 | 146.9 | 1.6 |
 
-At 128 requests attention takes 147.6 us, and FlashMLA's 144.9; ncu has memory at 0.83 of what it can in both. The merge
-takes 10.3 us, FlashMLA's 1.6, and pieces cost 4.1 us. So 0.86 of a copy is reached under
-[`fa3`](results/h200/kernels_fa3_mla.json) and 0.88 under
-[`flashinfer_mla`](results/h200/kernels_flashinfer_mla.json). FlashAttention-3 reaches 0.92 and FlashInfer 0.96 there.
+At 128 requests no name reaches 0.9 of a copy: 0.86 under [`trtllm_mla`](results/h200/kernels_gluon.json), 0.89 under
+[`fa3`](results/h200/kernels_fa3_mla.json) and 0.89 under
+[`flashinfer_mla`](results/h200/kernels_flashinfer_mla.json). FlashMLA reaches 0.91, FlashAttention-3 0.90 and
+FlashInfer 0.94 there.
 
-Programs of the merge are smaller since: it takes 4.1 us there, and a call 160.1 beside 165.4, with the same bits
-([before and now](results/h200/merges.json)). With it a call takes [159.2 us](results/h200/kernels_gluon.json) under
-`trtllm_mla`, which is 0.89 of a copy and 0.98 of FlashMLA's speed.
-Under `fa3` the merge went from 8.1 to 4.3 us, but a call from 163.7 to 163.9. No profile says why. The 0.86 of a copy
-is of another run, before it.
+Most of what FlashMLA is faster by lies in attention, whose launch takes 4.9 us more than its own. By ncu memory is at
+0.80 of what it can, in FlashMLA's at 0.81, and no unit is full. L2 is at 0.88. Warps wait longest for their own last
+instruction (`wait`), 2.17 cycles an instruction, then for shared memory (`short_scoreboard`), 1.79. FlashMLA's wait for
+global memory (`long_scoreboard`), 5.23 cycles, and FlashAttention-3's for barriers, 4.25. Under `fa3` attention takes
+153.9 us, and FlashAttention-3's 148.3, with memory at 0.81 and 0.84. The merge is not what is missing there: it takes
+4.5 us, and FlashAttention-3's 5.9. Nor are pieces: without them a call takes 163.3 us, with them 160.8.
 
-Of the 3.9 us that 8 requests miss by in replays, 2.9 are the cost of pieces. 32 requests were not profiled: for the 2.4
-us there the reason is an ablation of 27 November, 54.0 us with [pieces](results/h200/pieces.json) and 51.1 without.
-Pieces buy much: one request of 131,072 tokens among 127 of 1,024 takes 160 us with them, and 3,333 us without. Lengths
-are known to the device alone, so the host can't leave the launch out."""
+Names differ, although they launch the same kernels: under `fa3` one run has 159.7 us by `gluon_mla` and 164.3 by
+`triton`. No profile says why. Before `deal_out` a call under `trtllm_mla` took 159.2 us, in a run that is not kept
+(6ba1b69). Those over 32,768 tokens took 4 % less there, too, FlashMLA's at most 2 % less. Under `fa3` and
+`flashinfer_mla` calls are slower than in a run before by 2 % at most, vendors' by 3 %: the card is another one.
+
+Of the 2.8 us that 8 requests miss by in replays, pieces cost 2.4. At 32 requests the miss is 2.8, and pieces cost 3.0.
+They buy much: with one request of 131,072 tokens among 127 of 1,024,
+[32 heads over 8](results/h200/skewed.json) take 348 us, FlashAttention-3 256. Undivided they took ten times as long as
+it, on an H100 in a run that is not kept. Lengths are known to the device alone, so the host can't leave the launch
+out."""
 _NOTHING_MISSED = "Of the targets above none is missed."
 _CYCLES = """A cycle: three drafted tokens, a verify of four, a draft extend. Each is planned by graph nodes that read
 an engine's own buffers, and nothing else is in the graph: the host launches nothing more. Elapsed is the time of a
