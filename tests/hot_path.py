@@ -105,11 +105,22 @@ SINCE: dict[str, tuple[str, ...]] = {
 """What came later: files, and definitions in files."""
 
 
+def text_of(file: str) -> str:
+    path = f"attn_backends/{file[1:]}.py" if file.startswith("@") else f"spec_metadata/{file}.py"
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def functions() -> list[int]:
+    """Lines of each function of the files, from `def` to its end."""
+    trees = [ast.walk(ast.parse(text_of(file))) for _, files in THEN.values() for file in files]
+    found = [node for tree in trees for node in tree if isinstance(node, ast.FunctionDef)]
+    return [(node.end_lineno or 0) - node.lineno + 1 for node in found]
+
+
 def lines(place: str) -> int:
     """Code lines of a file, or of a definition in one."""
     file, _, name = place.partition(":")
-    path = f"attn_backends/{file[1:]}.py" if file.startswith("@") else f"spec_metadata/{file}.py"
-    text = (ROOT / path).read_text(encoding="utf-8")
+    text = text_of(file)
     held = numbers_of_code(text)
     if not name:
         return len(held)

@@ -24,6 +24,7 @@ SERVING, RECORDED, SGLANG = "docs/serving.md", "docs/recorded-graphs.md", "docs/
 FLASH_ATTENTION = "attn_backends/vendors/flash_attention.py"
 CONTRIBUTING, SUITES = "CONTRIBUTING.md", "h200/conformance_*"
 BATCHES = (1, 32, 128)
+PACKED = ("flashinfer_fa3", "vllm_flash_attn", "gluon", "gluon_mla")  # that `auto` takes
 SHARES = {"1/5": "a fifth", "1/6": "a sixth"}
 
 
@@ -239,7 +240,7 @@ def shared_out() -> str:
 
 
 def of_work_lists(name: str, digits: int) -> tuple[str, str]:
-    found = [row for row in rows("h100/flashinfer_schedules") if row["name"] != "replay"]
+    found = [row for row in rows("h200/flashinfer_schedules") if row["name"] != "replay"]
     assert all(row["accurate"] and row["defined"] for row in found)
     return spread((row[name] for row in found), digits)
 
@@ -270,6 +271,10 @@ def made_in() -> tuple[str, str]:
     return spread((row["us"] for row in found), 0)
 
 
+def with_exact_lengths() -> tuple[str, str]:
+    return spread((row["us"] for row in rows("h200/bench_steps", bounds="seq_lens_cpu")), 0)
+
+
 def in_sglang() -> tuple[str, str]:
     """Engines on our backends, in all of which every layer attended, and replays without a launch of metadata."""
     ours = [row for row in rows("h200/engine_sglang") if row.get("attended")]
@@ -289,24 +294,137 @@ def drafts_in_sglang() -> tuple[str, ...]:
 
 
 def planning_nodes() -> tuple[str, ...]:
-    """Of a draft block, a ragged verify; `flashmla_sparse`, more by."""
-    found = defaultdict[str, dict[str, set[int]]](dict)
+    """Up to 128 requests, of a draft block, a ragged verify; `flashmla_sparse`, more by; of FlashAttention-3's ragged
+    verify and cycle at 512.
+    """
+    found, most = defaultdict[str, dict[str, set[int]]](dict), dict[str, int]()
     for row in rows("h200/plan_graphs*"):
         name = "sparse" if row["kernel"] == "flashmla_sparse" else "others"
-        found[name].setdefault(row["phase"], set()).add(row["nodes"])
+        if row["batch_size"] <= max(BATCHES):
+            found[name].setdefault(row["phase"], set()).add(row["nodes"])
+        elif row["kernel"] == "vllm_flash_attn":
+            most[row["phase"]] = max(row["nodes"], most.get(row["phase"], 0))
     (block,), (ragged,), sparse = found["others"]["block"], found["others"]["ragged_verify"], found["sparse"]
     (more,) = {nodes - block for nodes in sparse["block"]} | {nodes - ragged for nodes in sparse["ragged_verify"]}
-    return str(block), str(ragged), str(more)
+    return *map(str, (block, ragged, more)), *(f"{most[phase]}" for phase in ("ragged_verify", "ragged_cycle"))
 
 
-def ragged_cycles() -> tuple[str, ...]:
-    """Of FlashAttention-3 in pages of 64, then FlashMLA sparse: the longest at 32 and 128 requests."""
+PLANNED = {"flashmla": 64, "vllm_flash_attn": 64, "flashmla_sparse": 256, "flashinfer_fa3": 1}
+
+
+def cycles(phase: str, context: int, digits: int, *kernels: str) -> tuple[str, ...]:
+    """The longest at 32 and 128 requests, of each kernel."""
+    places = [(kernel, bs) for kernel in kernels for bs in BATCHES[1:]]
+    found = rows("h200/plan_graphs*", phase=phase, context=context)
+    us = [
+        max(
+            row["us"]
+            for row in found
+            if (row["kernel"], row["batch_size"], row["page_size"]) == (*place, PLANNED[place[0]])
+        )
+        for place in places
+    ]
+    return tuple(f"{each:.{digits}f}" for each in us)
+
+
+def missed_plan() -> str:
+    """Of the four kernels' uniform cycles, the only one over its target."""
+    files = (ROOT / "docs/results/h200").glob("plan_graphs*.json")
+    uniform = [row for file in files for row in results.read(file).rows if row["phase"] == "cycle"]
+    (missed,) = (each for each in check_targets(uniform, {}) if each.met is False)
+    assert (missed.kernel, missed.case) == ("flashinfer_fa3", "batch size 32, context 4096, heads 16, page size 1")
+    return f"{missed.value:.1f}"
+
+
+def instances() -> tuple[str, str]:
+    found = [row for row in rows("h200/plan_graphs*", phase="instances") if row["batch_size"] in BATCHES]
+    return spread((row["us"] / row["cycle_us"] for row in found), 2)
+
+
+def ragged_megabytes() -> tuple[str, ...]:
+    place = {"kernel": "vllm_flash_attn", "page_size": 1, "batch_size": 512, "context": 4096}
+    return tuple(
+        f"{rows('h200/plan_graphs', phase=phase, **place)[0]['bytes'] / 1e6:.0f}" for phase in ("ragged_cycle", "cycle")
+    )
+
+
+def profiled(kernel: str, batch_size: int, phase: str) -> Any:
+    (row,) = rows("h200/plan_profiles", kernel=kernel, batch_size=batch_size, phase=phase)
+    return row
+
+
+def most_used() -> tuple[str, ...]:
+    """Of DRAM, L2 and the SMs' busiest unit, by any launch."""
+    found = [row["percent"] for row in rows("h200/plan_profiles")]
+    return tuple(f"{max(each[unit] for each in found):.1f}" for unit in ("dram", "l2", "sm"))
+
+
+def waits_of_lists() -> tuple[str, ...]:
+    uniform = [profiled("flashinfer_fa3", 32, phase) for phase in ("draft", "verify")]
+    assert all({"long_scoreboard", "imc_miss", "wait", "no_instruction"} == set(row["waits"]) for row in uniform)
+    waits = spread((each for row in uniform for each in row["waits"].values()), 2)
+    place = {"kernel": "gluon", "heads": 16, "batch_size": 32, "phase": "cycle"}
+    (without,) = rows("h200/plan_graphs_flashinfer", **place)
+    return *spread((row["percent"]["sm"] for row in uniform), 0), *waits, f"{without['us']:.1f}"
+
+
+def busier_when_ragged() -> tuple[str, ...]:
     found = []
-    for kernel, page_size in (("vllm_flash_attn", 64), ("flashmla_sparse", 256)):
-        place = {"kernel": kernel, "page_size": page_size, "phase": "ragged_cycle"}
-        for bs in (32, 128):
-            found.append(max(row["us"] for row in rows("h200/plan_graphs_ragged", batch_size=bs, **place)))
-    return tuple(f"{us:.0f}" for us in found)
+    for kernel in ("vllm_flash_attn", "flashinfer_fa3"):
+        ragged, uniform = (profiled(kernel, 128, phase) for phase in ("ragged_verify", "verify"))
+        assert "long_scoreboard" in uniform["waits"]
+        assert "long_scoreboard" not in ragged["waits"]
+        found += [f"{row['percent']['sm']:.0f}" for row in (ragged, uniform)]
+    return tuple(found)
+
+
+def sparse_launches() -> tuple[str, ...]:
+    ragged, uniform = (profiled("flashmla_sparse", 128, phase)["launches"] for phase in ("ragged_verify", "verify"))
+    assert ragged[1] == uniform[1]
+    return tuple(f"{us:.1f}" for us in (ragged[0][1], uniform[0][1], uniform[1][1]))
+
+
+def host_times(name: str) -> tuple[str, ...]:
+    """Of a load, of three steps, of the loop: least and most."""
+    found = rows(f"h200/{name}")
+    return tuple(
+        each for column in ("host_us", "steps_us", "loop_us") for each in spread((r[column] for r in found), 0)
+    )
+
+
+def quiet_loads() -> tuple[str, ...]:
+    """Today's where the loop took at most 330 us; the longest of those before."""
+    today, before = (
+        [row["host_us"] for row in rows(f"h200/{name}") if row["loop_us"] <= 330]
+        for name in ("plan_hosts_busy", "plan_hosts")
+    )
+    return *spread(today, 0), f"{max(before):.0f}"
+
+
+def loads_in_sglang() -> tuple[str, ...]:
+    found = rows("h200/sglang_loads", launches=0, copies=0)
+    assert found == rows("h200/sglang_loads")
+    quiet = [row for row in found if row["loop_us"] <= 311]
+    ends = spread((row["host_us"] for row in found), 1), spread((row["loop_us"] for row in found), 0)
+    assert len({row["backend"] for row in found}) == 4
+    return (
+        *ends[0],
+        *ends[1],
+        f"{max(row['host_us'] for row in quiet):.1f}",
+    )
+
+
+def beside_sglang(backend: str, page_size: int, batch_size: int) -> list[str]:
+    """A row of the table of plans: ours and SGLang's."""
+    place = {"backend": backend, "page_size": page_size, "batch_size": batch_size}
+    found = rows("h200/sglang_plans", **place)
+    ours = next(row for row in found if row["bench"] == "plans")
+    theirs = [row for row in found if row["bench"] == "sglang"]
+    host = sum(row["host_us"] for row in rows("h200/sglang_hosts", **place))
+    in_graph = sum(row["graph_us"] for row in theirs if row["graph_nodes"])
+    kernels = f"{ours['kernel_us']:.1f}", f"{sum(row['kernel_us'] for row in theirs):.1f}"
+    nodes = str(ours["nodes"]), str(sum(row["nodes"] for row in theirs))
+    return [*kernels, *nodes, f"{ours['us']:.1f}", f"{in_graph:.1f}" if in_graph else "0", f"{host:,.0f}"]
 
 
 def prompts_through_graphs() -> str:
@@ -347,8 +465,9 @@ def blocks() -> tuple[str, ...]:
 
 
 def lists_of_128_heads() -> tuple[str, ...]:
-    place = {"kernel": "flashinfer_fa3", "phase": "cycle", "heads": 128}
-    return tuple(f"{row['us']:.0f}" for row in rows("h200/plan_graphs_flashinfer", **place))
+    place = {"kernel": "flashinfer_fa3", "phase": "cycle", "heads": 128, "context": 4096}
+    found = rows("h200/plan_graphs_flashinfer", **place)
+    return tuple(f"{row['us']:.0f}" for row in found if row["batch_size"] in BATCHES[1:])
 
 
 def adapted() -> tuple[str, ...]:
@@ -401,10 +520,49 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"that adapts emits (\S+) to (\S+) of", adapted),
     (
         MEASURED,
-        r"planned by (\S+) node, a ragged verify by (\S+) too\. `flashmla_sparse` has (\S+) more",
+        r"planned by (\S+) node, a ragged verify by (\S+) too\. `flashmla_sparse` has (\S+) more.*?"
+        r"FlashAttention-3 has (\S+), and the ragged cycle (\S+) ",
         planning_nodes,
     ),
-    (MEASURED, r"(?s)It takes (\S+) and (\S+) us on.*?It is (\S+) and (\S+) on\s+FlashMLA sparse", ragged_cycles),
+    (
+        MEASURED,
+        r"requests it takes (\S+) and (\S+) us on FlashAttention-3, (\S+) and (\S+) on FlashMLA sparse, "
+        r"(\S+) and (\S+) on FlashInfer",
+        lambda: cycles("ragged_cycle", 4096, 1, *tuple(PLANNED)[1:]),
+    ),
+    (
+        MEASURED,
+        r"tokens, 32 and 128 requests take (\S+) and (\S+) us on FlashMLA, (\S+) and (\S+) on FlashAttention-3, "
+        r"(\S+) and (\S+) on FlashMLA sparse, (\S+) and at most (\S+) on",
+        lambda: cycles("cycle", 131072, 0, *PLANNED),
+    ),
+    (MEASURED, r"FlashInfer's cycle takes (\S+) us with 16 heads", missed_plan),
+    (MEASURED, r"take (\S+) to (\S+) times the cycle of one backend", instances),
+    (MEASURED, r"131,072, has (\S+) MB in pages of one, a uniform one (\S+) MB", ragged_megabytes),
+    (MEASURED, r"DRAM is at most (\S+) % used, L2 (\S+) %, the busiest unit of the SMs (\S+) %", most_used),
+    (MEASURED, r"16 heads, use (\S+) to (\S+) % of.*?, (\S+) to (\S+) cycles an.*?, takes (\S+) us\.", waits_of_lists),
+    (
+        MEASURED,
+        r"verify uses (\S+) % of.*?, a uniform one (\S+) %; on FlashInfer it is (\S+) and (\S+) %",
+        busier_when_ragged,
+    ),
+    (MEASURED, r"more rows: (\S+) us in place of (\S+)\. The launch that .*? takes (\S+) us in both", sparse_launches),
+    (
+        MEASURED,
+        r"rows took the host (\S+) to (\S+) us, .*? took (\S+) to (\S+) us\. A fixed loop took (\S+) to (\S+) us",
+        lambda: host_times("plan_hosts"),
+    ),
+    (
+        MEASURED,
+        r"above: (\S+) to (\S+) us a load, (\S+) to (\S+) us three steps, loops of (\S+) to (\S+)\.",
+        lambda: host_times("plan_hosts_busy"),
+    ),
+    (MEASURED, r"a load took (\S+) to (\S+) us, before at most (\S+)\.", quiet_loads),
+    (
+        SGLANG,
+        r"on all four backends .*? takes the host (\S+) to (\S+) us, with loops of (\S+) to (\S+) us, .*?: (\S+)\.",
+        loads_in_sglang,
+    ),
     (MEASURED, r"it emits (\S+) times what the best single", lambda: f"{rows('adaptive')[-1]['ratio']:.2f}"),
     (RECORDED, r"CUDA graphs: (\S+) cases of (\S+) of its (\S+) checks", lambda: executed(SUITES)),
     (RECORDED, r"checks, on (\S+) kernels", lambda: str(len(kernels(SUITES)))),
@@ -489,7 +647,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         r"take (\S+) to (\S+) times as long as\s+over bfloat16",
         eight_bits,
     ),
-    (MEASURED, r"(?s)With 128 heads \[FlashInfer's\].*?takes (\S+) and (\S+) us", lists_of_128_heads),
+    (MEASURED, r"With 128 heads it takes (\S+) and (\S+) us", lists_of_128_heads),
     (MEASURED, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
     (MEASURED, r"take (\S+) MB in pages of 64", lambda: megabytes(64)),
     (MEASURED, r"64, (\S+) MB in pages of one", lambda: megabytes(1)),
@@ -498,7 +656,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"with our copies takes (\S+) to (\S+);", lambda: of_schedules("vendors_plan_us", 1)),
     (MEASURED, r"runs at (\S+) to (\S+) of its speed on theirs", lambda: of_schedules("speed", 3)),
     (MEASURED, r"work lists takes the device (\S+) to (\S+) us", lambda: of_work_lists("us_plan", 0)),
-    (MEASURED, r"attention on ours runs at (\S+) to (\S+) of", lambda: of_work_lists("speed", 2)),
+    (MEASURED, r"Attention on ours runs at (\S+) to (\S+) of", lambda: of_work_lists("speed", 2)),
     (
         MEASURED,
         r"a layer costs the host (\S+) to (\S+) us",
@@ -518,10 +676,11 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"With 64 heads it reaches (\S+) to (\S+) of", lambda: speeds("kernels_dsv4", "gluon", (64,))),
     (MEASURED, r"chosen for, MLA reaches (\S+) to (\S+) of", lambda: speeds("kernels_untuned*", "gluon", (16, 128))),
     (MEASURED, r"are made in (\S+) to (\S+) us", made_in),
+    (MEASURED, r"With exact host lengths it is (\S+) to (\S+) us", with_exact_lengths),
     (
         MEASURED,
         r"with planning, takes (\S+) to (\S+) times the best",
-        lambda: spread((row["ratio"] for row in rows("h200/ragged", heads=128) if row["kernel"] != "triton"), 2),
+        lambda: spread((row["ratio"] for row in rows("h200/ragged", heads=128) if row["kernel"] in PACKED), 2),
     ),
     (
         MEASURED,
@@ -530,13 +689,13 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        r"and (\S+) to (\S+) times on Gluon",
+        r"(\S+) to (\S+) times on Gluon",
         lambda: spread((row["ratio"] for row in rows("h200/mixed_gluon", kernel="gluon")), 2),
     ),
     (
         MEASURED,
-        r"FlashAttention-3, (\S+) to (\S+) times\s+on FlashInfer",
-        lambda: spread((row["ratio"] for row in rows("h200/mixed", kernel="flashinfer_fa3")), 2),
+        r"(\S+) to (\S+) times on FlashInfer \(",
+        lambda: spread((row["ratio"] for row in rows("h200/mixed_flashinfer")), 2),
     ),
 ]
 TABLE = [
@@ -564,3 +723,11 @@ def test_the_table_of_a_cycle_says_what_the_results_say(backend, kernel, page_si
     assert [[size, *(cell.strip() for cell in cells.split("|")[:3])] for size, cells in found] == [
         table_row(backend, kernel, page_size)
     ]
+
+
+@pytest.mark.parametrize(("backend", "page_size"), [("flashinfer_mla", 1), ("trtllm_mla", 64), ("fa3", 64), ("fa3", 1)])
+@pytest.mark.parametrize("batch_size", [32, 128])
+def test_the_table_of_plans_beside_sglang_says_what_the_results_say(backend, page_size, batch_size):
+    _, table = text_of(SGLANG).split(f"| `{backend}`, page {page_size}")
+    (cells,) = re.findall(rf"\| {batch_size} \|((?: \S+ \|){{7}})", table.partition(" `")[0])
+    assert [cell.strip() for cell in cells.strip(" |").split("|")] == beside_sglang(backend, page_size, batch_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from types import FrameType
 
 import torch
@@ -13,7 +14,7 @@ from attn_backends import get_backend
 from spec_metadata import CacheGeometry, Capacity, RequestTable, Step, StepKind
 from tests import hot_path
 
-CEILING, MAX_STAYS, MAX_RETURNS = 4026, 8, 2
+CEILING, MEDIAN, MAX_STAYS, MAX_RETURNS = 4026, 8, 8, 2
 ROOT = Path(hot_path.__file__).parent.parent
 
 
@@ -21,6 +22,7 @@ def test_the_hot_path_does_not_grow():
     now = sum(hot_path.total(places) for _, places in hot_path.THEN.values())
     assert now <= CEILING, "python -m tests.hot_path"
     assert sum(map(hot_path.total, hot_path.SINCE.values())) > 0, "what came since has other names now"
+    assert median(hot_path.functions()) <= MEDIAN
 
 
 def test_a_replay_passes_through_few_files_and_returns_to_fewer():

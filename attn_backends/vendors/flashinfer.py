@@ -85,8 +85,8 @@ def mla_kernel(backend: str, architectures: frozenset[int], version: str | None)
 
 
 def _slower_mixed(layer: AttentionLayer, num_running: int, num_prompt_rows: int) -> str:
-    """`Kernel.slower_mixed`. One step took 0.95 to 1.00 times as long as two, and 1.09 to 1.22 times at 2,048 rows of
-    heads (H200, mixed.json).
+    """`Kernel.slower_mixed`. One step took 0.92 to 1.00 times as long as two, and 1.09 to 1.24 times at 2,048 rows of
+    heads (H200, mixed_flashinfer.json).
     """
     rows = layer.num_heads * num_running
     return "" if rows <= 512 or rows >= 4096 else f"{rows} rows of heads (it takes up to 512, and 4096 or more)"

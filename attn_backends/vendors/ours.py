@@ -123,7 +123,7 @@ def _gluon(
         architectures=frozenset({9}),
         schedule=Scratch,
         scratch=(PARTIAL_OUT, PARTIAL_LSE),
-        # One step took 1.08 to 1.49 times as long as two (H200, mixed.json).
+        # One step took 1.08 to 1.49 times as long as two (H200, mixed_gluon.json).
         slower_mixed=lambda *_: "packed rows have no split over keys",
     )
 
