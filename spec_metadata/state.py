@@ -42,6 +42,7 @@ class CommittedState:
     num_real: Tensor
     paging: Paging
     _held: tuple[Tensor | None, Paging | None] = field(default=(None, None), init=False, repr=False)
+    _views: dict[int, tuple[Tensor, Paging]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, paging: Paging, max_bs: int) -> Self:
@@ -55,8 +56,8 @@ class CommittedState:
             raise InvalidStepError(f"a state of {max_bs} requests reads a block table of {table.shape[0]}")
         else:
             place = table[:max_bs]
-        lens, num_real = (torch.zeros(size, dtype=torch.int32, device=table.device) for size in (max_bs, 1))
-        return cls(lens, num_real, paging.on_static(place))
+        counts = (torch.zeros(size, dtype=torch.int32, device=table.device) for size in (max_bs, 1))
+        return cls(*counts, paging.on_static(place))
 
     def load(self, seq_lens: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Paging]:
         """Hold the requests of the next cycle: one launch on a GPU where Triton runs, else two copies and a fill, which
@@ -71,9 +72,9 @@ class CommittedState:
         most = self.seq_lens.numel()
         if not isinstance(seq_lens, Tensor) or seq_lens.ndim != 1 or seq_lens.numel() > most:
             raise InvalidStepError(f"seq_lens must be [bs] of at most {most} requests, got {describe(seq_lens)}")
-        _check("seq_lens", seq_lens, seq_lens.shape, self.seq_lens)
+        self._check("seq_lens", seq_lens, seq_lens.shape, self._memory[0])
         if isinstance(self.paging, RequestTable):
-            _check("rows", rows, seq_lens.shape, self.paging.rows)
+            self._check("rows", rows, seq_lens.shape, self._memory[1])
         elif rows is not None:
             raise InvalidStepError(f"a block table has no rows, got {describe(rows)}: write pages into the table")
         object.__setattr__(self, "_held", (None, None))
@@ -82,9 +83,9 @@ class CommittedState:
         return found
 
     def take(self, bound: BoundStep, step: Step) -> None:
-        """Hold the requests of a step that a captured phase takes, on the state's table. One made of what the last load
-        returned is held. Slots, a tree mask and widths are read where the phase is bound to them. Raises
-        `InvalidStepError` for others.
+        """Hold the requests of a step that a captured phase takes, on the state's table. Those that the last load held
+        are there, where a step is made of what it returned. Slots, a tree mask and widths are read where the phase is
+        bound to them. Raises `InvalidStepError` for others.
         """
         if step.kind is StepKind.IDLE:
             self.load(step.seq_lens, step.seq_lens if isinstance(self.paging, RequestTable) else None)
@@ -124,25 +125,33 @@ class CommittedState:
         return self._first(bs)[1], BoundInputs(*given, widths=widths)
 
     def _first(self, bs: int) -> tuple[Tensor, Paging]:
-        return self.seq_lens[:bs], self.paging.on_static(self.paging.static_input()[:bs])
+        """Lengths and paging of the first requests, made once: views take longer than all else of a load."""
+        if bs not in self._views:
+            self._views[bs] = self.seq_lens[:bs], self.paging.on_static(self.paging.static_input()[:bs])
+        return self._views[bs]
+
+    def _check(self, name: str, given: Any, shape: tuple[int, ...], own: range) -> None:
+        check_tensor(name, given, shape, INTEGERS)
+        if given.device != self.seq_lens.device:
+            raise InvalidStepError(f"{name} is on {given.device} and the state on {self.seq_lens.device}")
+        if given.data_ptr() in own and given.numel():
+            advice = "make the step of what the last load returned, or load a copy"
+            raise InvalidStepError(f"{name} shares memory with the state's own: {advice}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_load"}  # a copy binds its own
+        # a copy makes and binds its own
+        return {n: value for n, value in self.__dict__.items() if n not in ("_load", "_memory")} | {"_views": {}}
+
+    @cached_property
+    def _memory(self) -> tuple[range, ...]:
+        """The addresses of the state's own lengths, and of its rows or the engine's block table."""
+        stored = (each.untyped_storage() for each in (self.seq_lens, self.paging.static_input()))
+        return tuple(range(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in stored)
 
     @cached_property
     def _load(self) -> Load:
         bind = LOADS.get(self.seq_lens.device.type)
         return copy_requests if bind is None else bind(self)
-
-
-def _check(name: str, given: Any, shape: tuple[int, ...], own: Tensor) -> None:
-    check_tensor(name, given, shape, INTEGERS)
-    if given.device != own.device:
-        raise InvalidStepError(f"{name} is on {given.device} and the state on {own.device}")
-    if given.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() and given.numel():
-        raise InvalidStepError(
-            f"{name} shares memory with the state's own: make the step of what the last load returned, or load a copy"
-        )
 
 
 def copy_requests(state: CommittedState, seq_lens: Tensor, rows: Tensor | None) -> None:

@@ -552,11 +552,6 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         r"rows took the host (\S+) to (\S+) us, .*? took (\S+) to (\S+) us\. A fixed loop took (\S+) to (\S+) us",
         lambda: host_times("plan_hosts"),
     ),
-    (
-        MEASURED,
-        r"above: (\S+) to (\S+) us a load, (\S+) to (\S+) us three steps, loops of (\S+) to (\S+)\.",
-        lambda: host_times("plan_hosts_busy"),
-    ),
     (MEASURED, r"a load took (\S+) to (\S+) us, before at most (\S+)\.", quiet_loads),
     (
         SGLANG,

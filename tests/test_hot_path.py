@@ -14,7 +14,7 @@ from attn_backends import get_backend
 from spec_metadata import CacheGeometry, Capacity, RequestTable, Step, StepKind
 from tests import hot_path
 
-CEILING, MEDIAN, MAX_STAYS, MAX_RETURNS = 4026, 8, 8, 2
+CEILING, MEDIAN, MAX_STAYS, MAX_RETURNS = 4028, 8, 8, 2
 ROOT = Path(hot_path.__file__).parent.parent
 
 

@@ -34,7 +34,7 @@ class Plans:
     def __init__(self, facts: RunnerFacts, backend: AttentionBackend) -> None:
         self.facts, self.backend = facts, backend
         self._mixed = MixedBatches(backend, logger)
-        self._captured: dict[tuple[StepKind, int, int | None], Metadata] = {}
+        self._captured: dict[tuple[StepKind, int, int | None], tuple[Metadata, bool]] = {}  # and if the host plans it
 
     def eager(self, batch: Any) -> list[Metadata]:
         """Metadata of a batch without a graph: two of a mixed batch where one step is slower, else one. SGLang calls a
@@ -50,7 +50,10 @@ class Plans:
         """The kind of what a graph is captured for. Without a draft, verifies and draft extends have one row each."""
         drafts = StepKind.DECODE if batch.spec_info is None else StepKind.DRAFT_DECODE
         kinds = _KINDS.get(batch.forward_mode.name, (drafts,))
-        return next((kind for kind in kinds if kind in self.facts.kinds), StepKind.DECODE)
+        for kind in kinds:
+            if kind in self.facts.kinds:
+                return kind
+        return StepKind.DECODE
 
     def capture(self, batch: Any, masks: Tensor | None) -> Metadata:
         """Metadata of a batch over the runner's static buffers. masks: flat bool, to which SGLang writes those of
@@ -64,8 +67,9 @@ class Plans:
             mask = masks[: bs * bucket.width**2].view(bs, bucket.width, bucket.width)
         paging, inputs = self.facts.batches.bound(batch, mask)
         asked = bucket if num_rows is None else capacity.ragged_bucket(kind, bs, num_rows)
-        captured = self.backend.capture(asked, paging, None if self.plans_on_host(kind) else inputs)
-        self._captured[key] = captured
+        on_host = self.plans_on_host(kind)
+        captured = self.backend.capture(asked, paging, None if on_host else inputs)
+        self._captured[key] = captured, on_host
         return captured
 
     def _key(self, batch: Any) -> tuple[StepKind, int, int | None]:
@@ -77,14 +81,14 @@ class Plans:
 
     def load(self, view: Any) -> Metadata:
         """Before a replay; nothing happens here but for kernels that plan on the host. view: SGLang's of the replay."""
-        meta = self._captured[self._key(view)]
-        if self.plans_on_host(self.kind_of(view)):
+        meta, on_host = self._captured[self._key(view)]
+        if on_host:
             self.backend.copy_inputs(meta, self.facts.batches.replayed(view, meta.step.width))
         return meta
 
     def refresh(self, batch: Any) -> None:
         """The first nodes of a graph: read its inputs and plan it."""
-        self.backend.refresh(self._captured[self._key(batch)])
+        self.backend.refresh(self._captured[self._key(batch)][0])
 
     def plans_on_host(self, kind: StepKind) -> bool:
         """Whether a kernel's vendor plans from lengths on the host."""
