@@ -107,6 +107,30 @@ def test_a_wrong_value_in_a_buffer_is_marked_where_it_lies(name, buffer, index, 
 
 
 @pytest.mark.parametrize("path", ["eager", "graph"])
+@pytest.mark.parametrize(("buffer", "index"), [
+    ("qo_indptr", (2,)),
+    ("entry_writes_4", (0, 1)),
+    ("entry_positions_4", (0, 0)),
+    ("input_rows_4", (0, 0, 7)),
+    ("state_reads_4", (0, 0, 4)),
+    ("state_writes_4", (0, 5)),
+])  # fmt: skip
+def test_a_wrong_value_that_only_a_store_reads_is_marked(buffer, index, path):
+    backend, step = verify("dsv4")
+    reader = reader_of(backend, step, path)
+    assert not explain(reader, step).stored
+    right = int(reader.meta.buffers[buffer][index])
+    reader.meta.buffers[buffer][index] -= 1 if right else -1
+    picture = explain(reader, step)
+    assert not picture.is_right
+    wrong = int(reader.meta.buffers[buffer][index])
+    assert picture.stored == (f"{buffer} {list(index)} is {wrong}, not {right}",)
+    assert [table.name for table in picture.buffers if table.is_marked] == [buffer]
+    assert f">{wrong}<" in to_text([picture])
+    assert picture.verdict.endswith(picture.stored[0])
+
+
+@pytest.mark.parametrize("path", ["eager", "graph"])
 def test_a_wrong_tree_mask_is_marked(path):
     backend, step = verify("fa3", tree=True)
     reader = reader_of(backend, step, path)

@@ -13,6 +13,7 @@ from torch import Tensor
 from attn_backends.explain.law import Owned, RowLaw, law_of, name_of, requests_of
 from attn_backends.explain.probes import ROWS
 from attn_backends.explain.reading import ForwardReading, Reader
+from attn_backends.explain.stored import defined, faults_of
 from attn_backends.explain.tables import Table, Wrong, table_of, tree_tables
 from attn_backends.planning.metadata import WRITE_SLOTS, Metadata, parts_of
 from spec_metadata import CacheGeometry, Step
@@ -56,7 +57,8 @@ class Picture:
 
     backend, kernel, planner, path: what made and read it. step: a description. geometry: of the cache. requests: the
     real ones. forwards: rows of each; none if a buffer holds what no kernel may read. buffers: the declared ones and
-    the tree's. problems: values outside of what buffers declare. apart: tensors of plans in no declared buffer.
+    the tree's. problems: values outside of what buffers declare. apart: tensors of plans in no declared buffer. stored:
+    wrong values that only a store reads.
     """
 
     backend: str
@@ -70,6 +72,7 @@ class Picture:
     buffers: tuple[Table, ...]
     problems: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
 
     @property
     def wrong_rows(self) -> list[tuple[int, RowPicture]]:
@@ -83,16 +86,17 @@ class Picture:
 
     @property
     def is_right(self) -> bool:
-        """Whether every row sees and writes what it must."""
-        return not self.wrong_rows and not self.problems
+        """Whether every row sees and writes what it must, and a store reads what it must."""
+        return not (self.wrong_rows or self.problems or self.stored)
 
     @property
     def verdict(self) -> str:
         """A sentence with the result."""
         if self.problems:
-            return "; ".join(self.problems)
+            return "; ".join((*self.problems, *self.stored))
         if not self.wrong_rows:
-            return "every row sees and writes what it must"
+            told = "every row sees and writes what it must"
+            return f"{told}, but a store reads {'; '.join(self.stored)}" if self.stored else told
         total = sum(map(len, self.forwards))
         told = f"{len(self.wrong_rows)} of {total} rows {'is' if len(self.wrong_rows) == 1 else 'are'} wrong"
         if self.misses_last_keys:
@@ -116,7 +120,7 @@ def explain(given: Metadata | Reader, step: Step, ancestors: Sequence[Tensor] = 
         _rows(reader, step, forward, reading, ancestors[forward] if ancestors else None)
         for forward, reading in enumerate(readings)
     )
-    backend = reader.backend
+    backend, right = reader.backend, defined(reader, step)
     return Picture(
         backend=backend.name,
         kernel=backend.kernel_of(reader.meta.step.kind).name,
@@ -126,9 +130,10 @@ def explain(given: Metadata | Reader, step: Step, ancestors: Sequence[Tensor] = 
         geometry=backend.geometry,
         requests=tuple(requests_of(step)),
         forwards=forwards,
-        buffers=_tables(reader, readings, forwards),
+        buffers=_tables(reader, readings, forwards, right),
         problems=problems,
         apart=_apart(reader.meta),
+        stored=faults_of(reader, right),
     )
 
 
@@ -206,9 +211,14 @@ def _listed(slots: Counter[int] | list[int]) -> str:
 
 
 def _tables(
-    reader: Reader, readings: Sequence[ForwardReading], forwards: Sequence[Sequence[RowPicture]]
+    reader: Reader,
+    readings: Sequence[ForwardReading],
+    forwards: Sequence[Sequence[RowPicture]],
+    right: Mapping[str, Tensor],
 ) -> tuple[Table, ...]:
-    """Declared buffers: where rows write, and what they are read from, with the values of wrong rows marked."""
+    """Declared buffers: where rows write, and what they are read from, with the values of wrong rows marked, and those
+    that differ from what is `right`, by the buffer's name.
+    """
     meta, rows = reader.meta, [(forward, row) for forward, rows in enumerate(forwards) for row in rows]
     writing = {(forward, row.number) for forward, row in rows if row.writing}
     seeing = {(forward, row.number) for forward, row in rows if row.seeing}
@@ -219,7 +229,7 @@ def _tables(
     extent = meta.buffers.extent
     tables = [table_of(WRITE_SLOTS, meta.buffers[WRITE_SLOTS.name], extent, Wrong(writing))]
     specs = reader.backend.buffers(meta.step.kind)
-    tables += [table_of(spec, meta.buffers[spec.name], extent, wrong) for spec in specs]
+    tables += [table_of(spec, meta.buffers[spec.name], extent, wrong, right.get(spec.name)) for spec in specs]
     return (*tables, *tree_tables([reading.tree for reading in readings], wrong))
 
 

@@ -53,13 +53,18 @@ class Wrong:
     values: Collection[int] = ()
 
 
-def table_of(spec: BufferSpec, tensor: Tensor, extent: Extent, wrong: Wrong) -> Table:
-    """A declared buffer, with the values marked that wrong rows are read from and those outside of its range."""
+def table_of(spec: BufferSpec, tensor: Tensor, extent: Extent, wrong: Wrong, right: Tensor | None = None) -> Table:
+    """A declared buffer, with the values marked that wrong rows are read from and those outside of its range. right: of
+    a buffer that no row shows; what differs from it is marked instead.
+    """
     tensor, axes = tensor.cpu(), [dim.text for dim in spec.shape]
     if axes == [_LISTS]:
         tensor, axes = tensor.view(extent.bs, extent.max_pages), [BS.text, MAX_PAGES.text]
     shape = f"[{', '.join(dim.text for dim in spec.shape)}] {str(spec.dtype).removeprefix('torch.')}"
-    lines = list(_lines(tensor, _outside(spec, tensor, extent), axes, wrong))
+    if right is None:
+        lines = list(_lines(tensor, _outside(spec, tensor, extent), axes, wrong))
+    else:
+        lines = list(_lines(tensor, tensor != right.cpu(), axes, Wrong()))
     return Table(spec.name, shape, spec.doc, _shortened(lines, wrong))
 
 
