@@ -392,15 +392,6 @@ def host_times(name: str) -> tuple[str, ...]:
     )
 
 
-def quiet_loads() -> tuple[str, ...]:
-    """Today's where the loop took at most 330 us; the longest of those before."""
-    today, before = (
-        [row["host_us"] for row in rows(f"h200/{name}") if row["loop_us"] <= 330]
-        for name in ("plan_hosts_busy", "plan_hosts")
-    )
-    return *spread(today, 0), f"{max(before):.0f}"
-
-
 def loads_in_sglang() -> tuple[str, ...]:
     found = rows("h200/sglang_loads", launches=0, copies=0)
     assert found == rows("h200/sglang_loads")
@@ -552,7 +543,6 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         r"rows took the host (\S+) to (\S+) us, .*? took (\S+) to (\S+) us\. A fixed loop took (\S+) to (\S+) us",
         lambda: host_times("plan_hosts"),
     ),
-    (MEASURED, r"a load took (\S+) to (\S+) us, before at most (\S+)\.", quiet_loads),
     (
         SGLANG,
         r"on all four backends .*? takes the host (\S+) to (\S+) us, with loops of (\S+) to (\S+) us, .*?: (\S+)\.",

@@ -109,7 +109,10 @@ def write_kills(kills: Kills) -> None:
     texts = {name: {check: _short(case) for check, case in cases.items()} for name, cases in kills.items()}
     known = {_key(text): text for found in texts.values() for text in found.values()}
     cases = ",\n".join(f'"{key}":{text}' for key, text in sorted(known.items()))
-    lines = [f'"{name}":' + json.dumps({c: _key(text) for c, text in found.items()}) for name, found in texts.items()]
+    lines = [
+        f'"{name}":' + json.dumps({c: _key(text) for c, text in found.items()}, separators=(",", ":"))
+        for name, found in texts.items()
+    ]
     KILLS.write_text('{"cases":{\n' + cases + '},\n"kills":{\n' + ",\n".join(lines) + "}}\n", encoding="utf-8")
     assert read_kills() == kills, "two cases have one key"
 
