@@ -34,6 +34,7 @@ CONTEXTS: tuple[tuple[int, ...], ...] = (
 )
 BATCHES = (8, 9, 33, 128, 257)
 WIDTHS = (2, 3, 5, 8, 16, 21, 33, 64)
+DRAFTED = (8, 16, 21, 8, 16, 21, 63)  # steps of chain drafts, each but the last eagerly and through a graph
 TREES = ((2, 5, 0), (4, 3, 21), (8, 2, 33), (4, 8, 64))
 """topk, steps and nodes (0: as many as topk times steps)."""
 HEADS = (8, 64, 128)
@@ -183,6 +184,11 @@ def _widths(subject: Subject) -> Iterator[Case]:
             turn = next(turns)
             size = f"long.steps{steps}.nodes{nodes}.tokens600"
             yield from _filled(subject, _with(subject, kind, turn, size, topk), (513, first, 70, 255), turn)
+        for steps in DRAFTED if kind is StepKind.DRAFT_DECODE else ():
+            turn = next(turns)
+            yield from _filled(
+                subject, _with(subject, kind, turn, f"long.steps{steps}.tokens600"), (513, first, 570, 9), turn
+            )
 
 
 def _measure(subject: Subject, case: Case) -> Measured:
@@ -207,5 +213,5 @@ def crossed(subject: Subject, case: Case) -> Measured:
 
 @check("scale.widths", lambda subject: list(_widths(subject)))
 def widths(subject: Subject, case: Case) -> Measured:
-    """Chains of 2 to 64 rows, drafts of 2 to 16 branches and trees of up to 64 nodes, after prefixes of many tiles."""
+    """Chains of 2 to 64 rows, drafts of up to 63 steps or 16 branches, trees of up to 64 nodes, after many tiles."""
     return _measure(subject, case)
