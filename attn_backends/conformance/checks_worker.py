@@ -47,9 +47,8 @@ LEVELS = (None, 1, 2, 3)  # of log-probabilities of a request's draft
 
 def _drafted(subject: Subject) -> list[Case]:
     """A verify of each number of branches and size."""
-    kind = StepKind.TARGET_VERIFY
-    cases = [case for size, topks in DRAFTED.items() for case in reversed(situations(subject, kind, topks, size))]
-    return list({(case.size, case.topk): case for case in cases}.values())
+    verifies = (situations(subject, StepKind.TARGET_VERIFY, topks, size) for size, topks in DRAFTED.items())
+    return list({(case.size, case.topk): case for cases in verifies for case in reversed(cases)}.values())
 
 
 @check("worker.accepts", _drafted)

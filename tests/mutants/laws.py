@@ -63,29 +63,26 @@ def paths_end_at_their_ninth_node(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checks_worker, "accept", nine)
 
 
-@mutant("our own: no token's id was over 1,100", ACCEPTS)
-def ids_compared_in_16_bits(patch: pytest.MonkeyPatch) -> None:
-    """A node is accepted if the lowest 16 bits of its token are those of the target's choice."""
+@mutant("our own: no id was over 1,100", ACCEPTS)
+def ids_of_16_bits(patch: pytest.MonkeyPatch) -> None:
+    """Of drafts and choices the lowest 16 bits are read."""
 
     def lowest(tree: DraftTree, choices: Tensor, most: int) -> Acceptance:
-        got = accept(replace(tree, tokens=tree.tokens.short()), choices.short(), most)
-        drafted = torch.arange(most, device=choices.device) < got.num_accepted.unsqueeze(1) - 1
-        bonus = choices.gather(1, got.path.gather(1, got.num_accepted.unsqueeze(1).long() - 1))
-        return replace(got, tokens=torch.where(drafted, tree.tokens.gather(1, got.path.roll(-1, dims=1)), bonus))
+        return accept(replace(tree, tokens=tree.tokens.short().long()), choices.short().long(), most)
 
     patch.setattr(checks_worker, "accept", lowest)
 
 
 @mutant("our own: no tree had more than five levels", BEAMS)
 def ancestors_past_the_fifth_lost(patch: pytest.MonkeyPatch) -> None:
-    """A node of a tree sees itself and five nodes above it."""
+    """A node of a tree sees five nodes above it."""
     tree = DraftBeams.tree
 
-    def of_five_levels(self: DraftBeams, root_tokens: Tensor, num_draft_tokens: int) -> DraftTree:
-        right = tree(self, root_tokens, num_draft_tokens)
-        return DraftTree.from_parents(right.tokens, right.parents, max_depth=5)
+    def five(*given: Any) -> DraftTree:
+        right = tree(*given)
+        return DraftTree.from_parents(right.tokens, right.parents, 5)
 
-    patch.setattr(DraftBeams, "tree", of_five_levels)
+    patch.setattr(DraftBeams, "tree", five)
 
 
 @mutant("branches ranked by a step alone", BEAMS)
