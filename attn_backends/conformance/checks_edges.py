@@ -211,5 +211,5 @@ def crossed(subject: Subject, case: Case) -> Measured:
 
 @check("scale.widths", lambda subject: list(_widths(subject)))
 def widths(subject: Subject, case: Case) -> Measured:
-    """Chains of 2 to 64 rows, drafts of up to 63 steps or 16 branches, trees of up to 64 nodes, after many tiles."""
+    """Chains of 2 to 64 rows, drafts of 2 to 16 branches and trees of up to 64 nodes, after prefixes of many tiles."""
     return _measure(subject, case)
