@@ -16,7 +16,7 @@ from spec_metadata import visibility
 from tests.mutants.compressed import change_entries, with_visible
 from tests.mutants.mutant import mutant
 
-FOUND = "our own: the suite passed it, whose worlds were smaller"
+FOUND = "our own: worlds were smaller"
 SCALE = ("scale.decode", "scale.draft_decode", "scale.target_verify", "scale.draft_extend", "scale.prefill")
 
 
