@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from dataclasses import replace
+from hashlib import sha256
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -30,6 +31,7 @@ from attn_backends.conformance import (
 )
 from attn_backends.conformance.failures import explained
 from attn_backends.conformance.matrix import main, page
+from attn_backends.conformance.outcomes import SUITE_VERSION
 from attn_backends.conformance.profiles import PROFILES
 from attn_backends.conformance.report import html_page, write_html
 from attn_backends.conformance.runner import profile_cases_of
@@ -364,6 +366,11 @@ def test_every_group_of_checks_and_every_option_is_described():
     options = re.findall(r'add\(\s*"(--attn-[a-z-]+)"', (ROOT / "attn_backends_pytest" / "__init__.py").read_text())
     assert len(options) == 12
     assert [option for option in options if option not in text] == []
+
+
+def test_checks_have_the_suite_s_version() -> None:
+    digest = sha256(repr(sorted((check.id, check.about) for check in CATALOGUE.values())).encode()).hexdigest()[:8]
+    assert (SUITE_VERSION, digest) == ("2026.11.3", "edc95910"), "checks were changed: raise the version, and this"
 
 
 def test_the_page_of_conforming_packages_is_what_their_reports_give():

@@ -173,7 +173,11 @@ def test_every_width_and_tree_is_met_in_every_kind_that_declares_it(name: str) -
         if kind is not StepKind.DRAFT_DECODE:
             met = {_width(case) for case in of_kind if case.topk == 1}
             assert {width for width in WIDTHS if width <= (declared.max_width or width)} <= met, kind
-        elif declared.tree:
+        else:
+            chains = [(size_of(case.size).num_steps, case.path) for case in of_kind if case.topk == 1]
+            assert {*product((8, 16, 21), ("eager", "graph"))} <= {*chains}
+            assert 63 in dict(chains)
+        if kind is StepKind.DRAFT_DECODE and declared.tree:
             assert {width for width in WIDTHS if width <= 16} <= {case.topk for case in of_kind}
         if kind in TREE_KINDS and declared.tree:
             sizes = {(case.topk, size_of(case.size).num_steps, size_of(case.size).nodes) for case in of_kind}

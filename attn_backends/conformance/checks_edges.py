@@ -34,6 +34,7 @@ CONTEXTS: tuple[tuple[int, ...], ...] = (
 )
 BATCHES = (8, 9, 33, 128, 257)
 WIDTHS = (2, 3, 5, 8, 16, 21, 33, 64)
+DRAFTED = (8, 16, 21, 8, 16, 21, 63)  # steps of chains: each but the last also through a graph
 TREES = ((2, 5, 0), (4, 3, 21), (8, 2, 33), (4, 8, 64))
 """topk, steps and nodes (0: as many as topk times steps)."""
 HEADS = (8, 64, 128)
@@ -183,6 +184,9 @@ def _widths(subject: Subject) -> Iterator[Case]:
             turn = next(turns)
             size = f"long.steps{steps}.nodes{nodes}.tokens600"
             yield from _filled(subject, _with(subject, kind, turn, size, topk), (513, first, 70, 255), turn)
+        for steps in DRAFTED if kind is StepKind.DRAFT_DECODE else ():
+            turn, size = next(turns), f"long.steps{steps}.tokens600"
+            yield from _filled(subject, _with(subject, kind, turn, size), (513, first, 570, 9), turn)
 
 
 def _measure(subject: Subject, case: Case) -> Measured:

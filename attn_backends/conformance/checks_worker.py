@@ -20,6 +20,7 @@ from attn_backends.conformance.comparisons import compare_identical, why_invalid
 from attn_backends.conformance.exercise import batch_of, new_graph, prepare_memory, scene_of, setup_of, world_of
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import eager, situations
+from attn_backends.conformance.sizes import size_of
 from attn_backends.conformance.worker_laws import (
     VOCAB,
     Draft,
@@ -30,6 +31,7 @@ from attn_backends.conformance.worker_laws import (
     draw_tree,
     grow,
     grown_again,
+    token_ids,
     walked,
 )
 from attn_backends.conformance.worlds import World, capacity_of
@@ -37,15 +39,16 @@ from spec_metadata import Acceptance, DraftTree, StepKind, accept, compaction_mo
 
 NUM_REQUESTS = 16
 TOPKS = (1, 2, 4, 8)
-STEPS = 5
+DRAFTED = {"steps5": TOPKS, "steps17": (1,), "steps8.nodes29": (2,)}
+"""Numbers of branches by the size of a world: also a long chain, and a tree of eight levels."""
 Fields = TypeVar("Fields", DraftTree, Acceptance)
 LEVELS = (None, 1, 2, 3)  # of log-probabilities of a request's draft
 
 
 def _drafted(subject: Subject) -> list[Case]:
-    """A verify of five steps for each number of branches."""
-    cases = situations(subject, StepKind.TARGET_VERIFY, topks=TOPKS, size="steps5")
-    return list({case.topk: case for case in reversed(cases)}.values())
+    """A verify of each number of branches and size."""
+    verifies = (situations(subject, StepKind.TARGET_VERIFY, topks, size) for size, topks in DRAFTED.items())
+    return list({(case.size, case.topk): case for cases in verifies for case in reversed(cases)}.values())
 
 
 @check("worker.accepts", _drafted)
@@ -75,7 +78,7 @@ def beams(subject: Subject, case: Case) -> Measured:
     under their parents, with ties and without: as EAGLE-2 on lists does. A graph gives the same.
     """
     capacity, device = capacity_of(case.page_size, case.topk, case.size), torch.device(subject.device)
-    roots, num_nodes = torch.arange(len(LEVELS), device=device) + VOCAB, capacity.num_draft_tokens
+    roots, num_nodes = token_ids(torch.arange(len(LEVELS), device=device) + VOCAB), capacity.num_draft_tokens
     growths = []
     for turn in range(2):
         drafts = [Draft(case.topk, levels, case.seed + 10 * turn + i) for i, levels in enumerate(LEVELS)]
@@ -99,12 +102,12 @@ def widths(subject: Subject, case: Case) -> Measured:
     bound the least probable, with ties and paths that are impossible. A graph that was captured on others does so, too.
     Scores that are no matrix of floats are refused, and thresholds that are no probability.
     """
-    shape, generator = (2, NUM_REQUESTS, STEPS), torch.Generator().manual_seed(case.seed)
-    drawn = torch.randint(3, shape, generator=generator).mul(-0.5).cumsum(-1).to(subject.device)
+    steps, generator = size_of(case.size).num_steps, torch.Generator().manual_seed(case.seed)
+    drawn = torch.randint(3, (2, NUM_REQUESTS, steps), generator=generator).mul(-0.5).cumsum(-1).to(subject.device)
     drawn[:, ::4, -1] = torch.nan
     num_real = NUM_REQUESTS - 2
     real = torch.arange(NUM_REQUESTS, device=drawn.device) < num_real
-    for threshold, drafted in product((0.0, 0.25, 1.0), (3, num_real, num_real * STEPS)):  # as many fit the bound
+    for threshold, drafted in product((0.0, 0.25, 1.0), (3, num_real, num_real * steps)):  # as many fit the bound
         scores, given = drawn[0].clone(), (threshold, num_real + drafted)
         check_widths(confident_widths(scores, *given, real), scores, *given, num_real)
         graph = new_graph(drawn.device)
@@ -113,7 +116,7 @@ def widths(subject: Subject, case: Case) -> Measured:
         graph.replay()
         check_widths(got, scores, *given, num_real)
     wrong: Any = ((drawn[0].long(), 0), (drawn[0, 0], 0), (drawn.tolist(), 0), (drawn[0], 1.5), (drawn[0], "1"))
-    calls = [partial(confident_widths, one, limit, NUM_REQUESTS * STEPS, real) for one, limit in wrong]
+    calls = [partial(confident_widths, one, limit, NUM_REQUESTS * steps, real) for one, limit in wrong]
     return Measured(refusal=[why_invalid("scores or a threshold", call) for call in calls][-1])
 
 

@@ -11,7 +11,7 @@ from attn_backends.conformance.cases import Case
 from attn_backends.errors import ConfigError
 from attn_backends.results import Head, Results
 
-SUITE_VERSION = "2026.11.2"
+SUITE_VERSION = "2026.11.3"
 EXECUTED_OK, FAILED, BROKEN = 0, 1, 2
 
 

@@ -19,7 +19,12 @@ from spec_metadata import Acceptance, DraftBeams, DraftTree
 
 Node = tuple[int, ...]  # the tokens from the root's child down to it
 VOCAB = 50
-NOBODYS = 999  # and more: tokens that no node holds
+NOBODYS = 2**18  # added to a node's token: one that no node holds
+
+
+def token_ids(numbers: Tensor) -> Tensor:
+    """Ids of a large vocabulary, some of which differ in the lowest bits and some in the 17th alone."""
+    return 100_000 + numbers // 2 + numbers % 2 * 2**16
 
 
 def draw_tree(rng: Random, num_requests: int, num_nodes: int, max_depth: int, topk: int) -> DraftTree:
@@ -36,17 +41,20 @@ def draw_tree(rng: Random, num_requests: int, num_nodes: int, max_depth: int, to
             token.append(rng.choice([t for t in range(num_nodes + 4) if t not in taken][:3]))
         parents.append(parent)
         tokens.append(token)
-    return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents), max_depth)
+    return DraftTree.from_parents(token_ids(torch.tensor(tokens)), torch.tensor(parents), max_depth)
 
 
 def draw_choices(rng: Random, tree: DraftTree) -> Tensor:
-    """[bs, num_nodes] int64, the target's choice at each node: often a child's token, else one that no node holds."""
-    chosen = []
+    """[bs, num_nodes] int64, the target's choice at each node: often a child's token, in the first request always, else
+    one that no node holds.
+    """
+    chosen = list[list[int]]()
     for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         row = []
         for node in range(len(tokens)):
             children = [tokens[n] for n in range(1, len(tokens)) if parents[n] == node]
-            row.append(rng.choice(children) if children and rng.random() < 0.8 else NOBODYS + node)
+            likely = 0.8 if chosen else 1
+            row.append(rng.choice(children) if children and rng.random() < likely else NOBODYS + tokens[node])
         chosen.append(row)
     return torch.tensor(chosen)
 
@@ -105,7 +113,7 @@ class Draft:
     def children(self, node: Node) -> list[tuple[int, float]]:
         """The children of a node, best first: token and log-probability."""
         if node not in self.known:
-            tokens = torch.randperm(VOCAB, generator=self.rng)[: self.topk].tolist()
+            tokens = token_ids(torch.randperm(VOCAB, generator=self.rng)[: self.topk]).tolist()
             if self.levels is None:
                 scores = -torch.rand(self.topk, generator=self.rng)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,39 @@ def bonus_of_the_deepest_node(patch: pytest.MonkeyPatch) -> None:
         return replace(got, tokens=torch.where(is_bonus, choices[:, -1:], got.tokens))
 
     patch.setattr(checks_worker, "accept", deepest)
+
+
+@mutant("our own: no path had more than six nodes", ACCEPTS)
+def paths_end_at_their_ninth_node(patch: pytest.MonkeyPatch) -> None:
+    """No more than nine nodes are accepted."""
+
+    def nine(*given: Any) -> Acceptance:
+        got = accept(*given)
+        return replace(got, num_accepted=got.num_accepted.clamp(max=9))
+
+    patch.setattr(checks_worker, "accept", nine)
+
+
+@mutant("our own: no id was over 1,100", ACCEPTS)
+def ids_of_16_bits(patch: pytest.MonkeyPatch) -> None:
+    """Of drafts and choices the lowest 16 bits are read."""
+
+    def lowest(tree: DraftTree, choices: Tensor, most: int) -> Acceptance:
+        return accept(replace(tree, tokens=tree.tokens.short().long()), choices.short().long(), most)
+
+    patch.setattr(checks_worker, "accept", lowest)
+
+
+@mutant("our own: no tree had more than five levels", BEAMS)
+def ancestors_past_the_fifth_lost(patch: pytest.MonkeyPatch) -> None:
+    """A node of a tree sees five nodes above it."""
+    tree = DraftBeams.tree
+
+    def five(*given: Any) -> DraftTree:
+        right = tree(*given)
+        return DraftTree.from_parents(right.tokens, right.parents, 5)
+
+    patch.setattr(DraftBeams, "tree", five)
 
 
 @mutant("branches ranked by a step alone", BEAMS)

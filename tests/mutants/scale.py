@@ -12,10 +12,11 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.kernels import torch_attention
 from attn_backends.layer import AttentionOutput
+from spec_metadata import visibility
 from tests.mutants.compressed import change_entries, with_visible
 from tests.mutants.mutant import mutant
 
-FOUND = "our own: the suite passed it, whose worlds were smaller"
+FOUND = "our own: worlds were smaller"
 SCALE = ("scale.decode", "scale.draft_decode", "scale.target_verify", "scale.draft_extend", "scale.prefill")
 
 
@@ -67,6 +68,13 @@ def tables_past_the_seventh_request_repeated(patch: pytest.MonkeyPatch) -> None:
         return over_pages(q, lens, k, v, pages[request.clamp(max=6)], *rest)
 
     patch.setattr(torch_attention, "_over_pages", seven_rows)
+
+
+@mutant("our own: no chain was drafted by more than 5 forwards", "scale.widths")
+def keys_past_the_fifth_forward_not_seen(patch: pytest.MonkeyPatch) -> None:
+    """From the 6th on, forwards of a draft see as many keys as the 5th."""
+    added = visibility.num_added
+    patch.setattr(visibility, "num_added", lambda step, forward: added(step, forward and min(forward, 4)))
 
 
 @mutant(FOUND, *SCALE)
