@@ -15,7 +15,7 @@ from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs
 from attn_backends.conformance.exercise import run_case
-from attn_backends.conformance.situations import TREE_KINDS, formats_of, is_declared, situations
+from attn_backends.conformance.situations import PACKED_KINDS, TREE_KINDS, formats_of, is_declared, situations
 from attn_backends.conformance.sizes import size_of
 from attn_backends.conformance.worlds import AnyFormat, capacity_of, sizes_of
 from spec_metadata import StepKind
@@ -37,6 +37,8 @@ WIDTHS = (2, 3, 5, 8, 16, 21, 33, 64)
 DRAFTED = (8, 16, 21, 8, 16, 21, 63)  # steps of chains: each but the last also through a graph
 TREES = ((2, 5, 0), (4, 3, 21), (8, 2, 33), (4, 8, 64))
 """topk, steps and nodes (0: as many as topk times steps)."""
+PROMPTS = ((2, 129, 200), (520, 1))
+"""Query rows of each request of a batch: over a tile of 128, and over several."""
 HEADS = (8, 64, 128)
 TOGETHER = {9: (5, 2, 17), 33: (2, 17, 5), 128: (17, 5, 2), 257: (17, 5, 2)}
 """Query rows of a request by the batch and, in the order of `HEADS`, the heads: any two values of the three meet."""
@@ -189,6 +191,20 @@ def _widths(subject: Subject) -> Iterator[Case]:
             yield from _filled(subject, _with(subject, kind, turn, size), (513, first, 570, 9), turn)
 
 
+def _prompts(subject: Subject) -> Iterator[Case]:
+    """A batch of prompts and one of packed extends of many rows, eagerly and through a graph in turn."""
+    for first, kind in enumerate(PACKED_KINDS):
+        for turn, widths in enumerate(PROMPTS, first):
+            case = _with(subject, kind, turn, f"long.bs3.steps{max(widths) - 1}.tokens600.heads4")
+            if case is None or not (declared := subject.capabilities[kind]).packed:
+                continue
+            case = replace(case, lens=(600, 513, 9)[: len(widths)], widths=widths)
+            if turn % 2 and declared.captures_packed:
+                case = replace(case, path="graph", bs=len(widths), num_tokens=sum(widths))
+                case = replace(case, captured_lens=(1, 2), captured_widths=(1, 1))
+            yield case
+
+
 def _measure(subject: Subject, case: Case) -> Measured:
     ran = run_case(subject, case)
     compare_memory(ran.scene, ran.before, padded=case.path == "graph")
@@ -209,7 +225,9 @@ def crossed(subject: Subject, case: Case) -> Measured:
     return _measure(subject, case)
 
 
-@check("scale.widths", lambda subject: list(_widths(subject)))
+@check("scale.widths", lambda subject: [*_widths(subject), *_prompts(subject)])
 def widths(subject: Subject, case: Case) -> Measured:
-    """Chains of 2 to 64 rows, drafts of 2 to 16 branches and trees of up to 64 nodes, after prefixes of many tiles."""
+    """Chains of 2 to 64 rows, drafts of 2 to 16 branches, trees of up to 64 nodes and prompts of up to 520 rows, after
+    prefixes of many tiles.
+    """
     return _measure(subject, case)

@@ -18,6 +18,7 @@ from attn_backends.conformance.situations import (
     graph,
     in_every_dtype,
     joined,
+    long_contexts,
     one_page_size,
     packed_graph,
     situations,
@@ -108,17 +109,19 @@ def packed_draft_extend(subject: Subject, case: Case) -> Measured:
 
 
 def _scaled(subject: Subject) -> list[Case]:
-    """Chains, trees, prompts and packed extends at one page size, where the kernel declares scales."""
-    found = one_page_size(joined(eager(), graph(), prompts, packed_extend))(subject)
+    """Chains, trees, prompts and packed extends at one page size, where the kernel declares scales, and over long
+    contexts.
+    """
+    found = joined(one_page_size(joined(eager(), graph(), prompts, packed_extend)), long_contexts(1))(subject)
     return [replace(case, feature="kv_scales") for case in found if subject.capabilities[StepKind(case.kind)].kv_scales]
 
 
 def _cache_types(subject: Subject) -> list[Case]:
-    """Chains, trees, prompts and packed extends at one page size, eagerly in the finest type of queries, in graphs in
-    bfloat16.
+    """Chains, trees, prompts and packed extends at one page size, and over long contexts, eagerly in the finest type of
+    queries, in graphs in bfloat16.
     """
     cases = []
-    for case in one_page_size(joined(eager(), graph(), prompts, packed_extend))(subject):
+    for case in joined(one_page_size(joined(eager(), graph(), prompts, packed_extend)), long_contexts(0))(subject):
         kind = StepKind(case.kind)
         declared, finest = subject.capabilities[kind], dtypes(subject, kind)[0]
         graphs = "bfloat16" if torch.bfloat16 in declared.dtypes else finest

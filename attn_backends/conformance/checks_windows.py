@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.cases import CACHE_DTYPES, Case
@@ -20,6 +21,7 @@ from attn_backends.conformance.situations import (
     eager,
     graph,
     joined,
+    long_contexts,
     main_dtype,
     one_page_size,
     ragged_steps,
@@ -29,6 +31,8 @@ from spec_metadata.capacity import UNIFORM_KINDS
 
 WINDOWS = (1, 5, 16, 17, 1000)  # within a page, a page, a key more, and beyond any context
 LONG_WINDOWS = (2, 40, 64, 130)  # of blocks of 16 and of 64 keys: in one, at an edge, over several
+
+TILES = ((0, 128), (1, 4096))  # windows of a tile and of many
 
 
 def _every_kind(subject: Subject) -> list[Case]:
@@ -64,18 +68,22 @@ def _with(subject: Subject, cases: Cases, extras: tuple[str, ...], features: Ite
 
 def _windows(subject: Subject) -> list[Case]:
     small = _with(subject, _every_kind, ("window",), [f"window={window}" for window in WINDOWS])
-    return small + _with(subject, _long, ("window",), [f"window={window}" for window in LONG_WINDOWS])
+    blocks = _with(subject, _long, ("window",), [f"window={window}" for window in LONG_WINDOWS])
+    tiles = (_with(subject, long_contexts(turn), ("window",), [f"window={window}"]) for turn, window in TILES)
+    return [*small, *blocks, *chain.from_iterable(tiles)]
 
 
 def _sinks(subject: Subject) -> list[Case]:
-    return _with(subject, joined(_every_kind, _long), ("sinks",), ["sinks"])
+    return _with(subject, joined(_every_kind, _long, long_contexts(1)), ("sinks",), ["sinks"])
 
 
 def _both(subject: Subject) -> list[Case]:
     """Over a cache of the query's own type, and over 8-bit ones with their scales."""
     extras = ("window", "sinks")
     cases = _with(subject, joined(_every_kind, _long), extras, ["window=5+sinks"])
+    cases += _with(subject, long_contexts(0), extras, ["window=128+sinks"])
     scaled = _with(subject, _every_kind, (*extras, "kv_scales"), ["window=5+sinks+kv_scales"])
+    scaled += _with(subject, long_contexts(1), (*extras, "kv_scales"), ["window=128+sinks+kv_scales"])
     rounded = [
         replace(case, cache_dtype=name)
         for case in _with(subject, _every_kind, extras, ["window=5+sinks"])

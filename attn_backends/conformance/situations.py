@@ -22,6 +22,7 @@ Cases = Callable[[Subject], list[Case]]
 PAGE_SIZES = (1, 4, 16, 64)  # of a kernel that takes any
 TREE_TOPK = 4  # neither the steps of a draft, three, nor its forwards, two
 SPARE = 2  # rows of a graph that no ragged batch fills
+LONG = "long.bs3.steps3.tokens4100"  # of windows and caches that meet several tiles and splits
 PACKED_KINDS = (StepKind.PREFILL, StepKind.DRAFT_EXTEND)
 RAGGED_KINDS = (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
 TREE_KINDS = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
@@ -225,6 +226,39 @@ def one_page_size(cases: Cases) -> Cases:
         return [case for case in found if case.page_size == sizes[len(sizes) // 2]]
 
     return middle
+
+
+def long_contexts(turn: int) -> Cases:
+    """Chains and trees of each kind, prompts and packed extends over 1 to 4,100 tokens, at one page size. Every other
+    one, the even or the odd by turn, goes through a graph.
+    """
+
+    def found(subject: Subject) -> list[Case]:
+        cases = []
+        for kind, declared in subject.capabilities.items():
+            rows: list[tuple[int, ...]] = [()] if kind is not StepKind.PREFILL else []
+            rows += [(2, 4, 1)] if kind in PACKED_KINDS and declared.packed else []
+            for case, widths in product(situations(subject, kind, size=LONG), rows):
+                is_twice = case.topk > 1 and kind not in TREE_KINDS  # branches change nothing of its rows
+                is_slow = case.layer == "selected" and kind is not StepKind.DECODE  # 1 to 3 s each
+                if not is_twice and not is_slow:
+                    cases.append(replace(case, lens=(4100, 300, 1), widths=widths))
+        return [
+            _replayed(subject, case) if (number + turn) % 2 else case
+            for number, case in enumerate(one_page_size(lambda _: cases)(subject))
+        ]
+
+    return found
+
+
+def _replayed(subject: Subject, case: Case) -> Case:
+    """The case through a graph that was captured on two short requests, where that is declared."""
+    declared = subject.capabilities[StepKind(case.kind)]
+    if not (declared.captures_packed if case.widths else declared.graph):
+        return case
+    captured = (1, 1) if case.widths else ()
+    case = replace(case, path="graph", captured_lens=(1, 2), captured_widths=captured, bs=len(case.lens))
+    return replace(case, num_tokens=sum(case.widths))
 
 
 def in_every_dtype(cases: Cases) -> Cases:

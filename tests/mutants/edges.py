@@ -75,6 +75,12 @@ def _past(out: Tensor, most: int) -> Tensor:
     return torch.arange(min(most, out.shape[1]), out.shape[1], device=out.device)
 
 
+@mutant("our own: no prompt had more than 124 rows", "scale.widths")
+def rows_past_the_128th_zeroed(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a request past the 128th give zeros."""
+    after_attention(patch, lambda out, lse, kv_lens, causal: (out.clone().index_fill_(1, _past(out, 128), 0), lse))
+
+
 @mutant("SGLang #12349: illegal access with 64 draft tokens, fine with 60 (cause not established)", "scale.widths")
 def nodes_past_the_60th_zeroed(patch: pytest.MonkeyPatch) -> None:
     """Rows of a request past the 60th give zeros."""

@@ -49,6 +49,29 @@ def prefill_drops_the_window(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch_attention, "_ragged_over_pages", whole)
 
 
+def drop_past_256_keys(patch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Let attention lose what goes beyond plain where tables hold more than 256 keys."""
+    over_pages = torch_attention._over_pages
+
+    def dropped(q: Tensor, lens: Tensor, k: Tensor, v: Tensor, pages: Tensor, *rest: Any) -> Any:
+        is_long = pages.shape[1] * k.shape[1] > 256
+        return over_pages(q, lens, k, v, pages, *rest[:-1], rest[-1]._replace(**(changes if is_long else {})))
+
+    patch.setattr(torch_attention, "_over_pages", dropped)
+
+
+@mutant("our own: no window met more than 75 keys", "math.window", "math.window_and_sinks")
+def window_dropped_past_256_keys(patch: pytest.MonkeyPatch) -> None:
+    """A window is ignored where the table holds more than 256 keys."""
+    drop_past_256_keys(patch, window=None)
+
+
+@mutant("our own: no scale met more than 124 keys", "math.kv_scales", "math.cache_types")
+def scales_dropped_past_256_keys(patch: pytest.MonkeyPatch) -> None:
+    """Scales of keys and values are ignored where the table holds more than 256 keys."""
+    drop_past_256_keys(patch, k_scale=1.0, v_scale=1.0)
+
+
 @mutant("our own: the window of a tree's rows", "math.window")
 def window_by_the_row_and_not_its_depth(patch: pytest.MonkeyPatch) -> None:
     """A node's window in the prefix begins where its number in the tree puts it, as in a chain."""
