@@ -44,8 +44,7 @@ TOGETHER = {9: (5, 2, 17), 33: (2, 17, 5), 128: (17, 5, 2), 257: (17, 5, 2)}
 """Query rows of a request by the batch and, in the order of `HEADS`, the heads: any two values of the three meet."""
 MOST_CROSSED = 2**18  # requests times heads times rows of a case on a GPU, whose queries are drawn on the CPU
 MOST_PACKED = 384  # requests times heads of a graph of packed rows, whose torch kernels pad each request to all rows
-MOST_DRAFTED = 90_000  # requests times heads times branches of a graph on a CPU, which holds a draft's scores twice
-MOST_REPLAYED = 4096  # requests times nodes of a graph of trees on a CPU, where more take 3 GB
+MOST_REPLAYED = 128  # requests of several heads of a graph on a CPU, where more take 5 s and 3 GB
 LONGEST_SELECTED = 32_768  # tokens: over four times as many an oracle that selects entries takes 4 s on a CPU
 
 
@@ -81,8 +80,7 @@ def _filled(subject: Subject, case: Case | None, lens: tuple[int, ...], turn: in
     if (
         turn % 2
         and not (packed and len(lens) * heads > MOST_PACKED)
-        and not (subject.device == "cpu" and case.topk > 1 and len(lens) * heads * case.topk > MOST_DRAFTED)
-        and not (subject.device == "cpu" and len(lens) * size_of(case.size).nodes > MOST_REPLAYED)
+        and not (subject.device == "cpu" and len(lens) > MOST_REPLAYED and heads >= min(HEADS))
         and (declared.captures_packed if packed else declared.graph)
     ):
         bs = max(size_of(case.size).max_bs, len(lens))
