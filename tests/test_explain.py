@@ -130,6 +130,28 @@ def test_a_wrong_value_that_only_a_store_reads_is_marked(buffer, index, path):
     assert picture.verdict.endswith(picture.stored[0])
 
 
+def test_what_a_store_reads_is_told_of_an_idle_replay_too():
+    backend, step = verify("dsv4")
+    meta = backend.capture(step.bucket(3), step.paging)
+    backend.replay(meta, step)
+    stale = {name: meta.buffers[name].clone() for name in ("entry_writes_4", "state_writes_4")}
+    reader, idle = Reader(meta), Step.idle(BlockTable(step.paging.table[:0], step.paging.geometry))
+    backend.replay(meta, idle)
+    assert explain(reader, idle).is_right
+    for name, values in stale.items():
+        meta.buffers[name].copy_(values)
+    told = explain(reader, idle).stored
+    assert [each.split()[0] for each in told] == list(stale)
+
+
+@pytest.mark.parametrize("path", ["eager", "graph"])
+def test_a_step_of_another_layout_is_drawn_by_its_rows_alone(path):
+    backend, step = verify("dsv4")
+    reader = reader_of(backend, step, path)
+    other = Step.target_verify(4, torch.tensor([9]), BlockTable(step.paging.table[:1], step.paging.geometry))
+    assert explain(reader, other).wrong_rows
+
+
 @pytest.mark.parametrize("path", ["eager", "graph"])
 def test_a_wrong_tree_mask_is_marked(path):
     backend, step = verify("fa3", tree=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from attn_backends.explain.reading import Reader
-from spec_metadata import Step, StepKind, allocate, pad_step
+from spec_metadata import Step, allocate, misfit, pad_step
 
 STORED = ("entry_writes", "entry_positions", "input_rows", "state_reads", "state_writes")
 """Buffers of `spec_metadata.plans.compressed`, without the ratio behind their names."""
@@ -21,13 +21,21 @@ def defined(reader: Reader, step: Step) -> Mapping[str, Tensor]:
     meta, backend = reader.meta, reader.backend
     specs = backend.buffers(meta.step.kind)
     stored = [spec.name for spec in specs if spec.name.rpartition("_")[0] in STORED]
-    if not stored or step.kind is StepKind.IDLE:
+    if not stored or not _fits(reader, step):
         return {}
     if meta.bucket is not None:
         step = pad_step(step, meta.bucket, backend.capacity)
     buffers = allocate(specs, meta.buffers.extent, backend.device)
     backend.write(step, buffers)
-    return {name: buffers[name] for name in ("qo_indptr", *stored)}
+    return {spec.name: buffers[spec.name] for spec in specs if spec.name in ("qo_indptr", *stored)}
+
+
+def _fits(reader: Reader, step: Step) -> bool:
+    """Whether the metadata has the layout of the step; where it has not, its rows are wrong."""
+    planned = reader.meta.step
+    if reader.meta.bucket is not None:
+        return not misfit(planned, step)
+    return (step.kind, step.bs, step.num_tokens) == (planned.kind, planned.bs, planned.num_tokens) and step.bs > 0
 
 
 def faults_of(reader: Reader, right: Mapping[str, Tensor]) -> tuple[str, ...]:
